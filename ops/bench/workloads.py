@@ -1,0 +1,116 @@
+"""The three labelling workloads and the model shapes that the GPU figures are stated on. Knows no engine.
+
+free: 256 random prompts of 100 to 1,024 tokens, 100 to 1,024 new tokens each, no end of sequence (the public benchmark of
+the small engines). route: 3,080 bank questions, 77 labels in fixed JSON. extract: 1,024 conversations, four bounded fields.
+"""
+
+import json
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "max_position_embeddings": 40960,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 151936,
+}
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "Qwen3-0.6B": QWEN3
+    | {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "tie_word_embeddings": True,
+    },
+    "Qwen3-8B": QWEN3
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "tie_word_embeddings": False,
+    },
+}
+"""config.json of each shape; the weights are random, the tokenizer is SmolLM2's."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Prompts (text or token ids) with their budgets; ``schema`` is JSON text, None for free generation."""
+
+    name: str
+    prompts: list[str] | list[list[int]]
+    max_tokens: list[int]
+    schema: str | None = None
+    sampling: dict[str, Any] = field(default_factory=dict)
+
+
+def free() -> Workload:
+    """142,827 prompt tokens and 133,966 new tokens in all."""
+    draw = random.Random(0)
+    prompts = [[draw.randint(0, 10000) for _ in range(draw.randint(100, 1024))] for _ in range(256)]
+    budgets = [draw.randint(100, 1024) for _ in range(256)]
+    return Workload("free", prompts, budgets, sampling={"temperature": 0.6, "ignore_eos": True})
+
+
+def route(questions: Path) -> Workload:
+    """One shared instruction that lists the labels, one question a row, one label as the answer."""
+    texts, labels = _read_questions(questions)
+    schema = _object(category={"type": "string", "enum": labels})
+    head = (
+        "You label questions of a bank's customers. Answer with one JSON object whose category is exactly one of: "
+        + ", ".join(labels)
+        + ".\n"
+    )
+    prompts = [f"{head}Question: {text}\nAnswer: " for text in texts]
+    return Workload("route", prompts, [64] * len(prompts), schema)
+
+
+def extract(questions: Path) -> Workload:
+    """A conversation of 24 questions a row; topic, urgency, a bounded summary and a name as the answer."""
+    texts, labels = _read_questions(questions)
+    draw = random.Random(1)
+    schema = _object(
+        topic={"type": "string", "enum": labels},
+        urgent={"type": "boolean"},
+        summary={"type": "string", "minLength": 40, "maxLength": 200},
+        customer_name={"type": "string", "maxLength": 40},
+    )
+    head = (
+        "Read the conversation and fill the object: topic (one of: "
+        + ", ".join(labels)
+        + "), urgent, summary, customer_name.\n"
+    )
+    conversations = [" ".join(draw.choice(texts) for _ in range(24)) for _ in range(1024)]
+    prompts = [f"{head}Conversation: {text}\nObject: " for text in conversations]
+    return Workload("extract", prompts, [160] * len(prompts), schema)
+
+
+def _object(**properties: dict[str, Any]) -> str:
+    return json.dumps(
+        {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+    )
+
+
+def _read_questions(path: Path) -> tuple[list[str], list[str]]:
+    import pyarrow.parquet as pq
+
+    rows = pq.read_table(path, columns=["text", "category"]).to_pylist()
+    return [row["text"] for row in rows], sorted({row["category"] for row in rows})

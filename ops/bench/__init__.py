@@ -1,1 +1,1 @@
-"""Benchmarks: they time and never assert, and write JSON with hardware, versions and commit."""
+"""Benchmarks: they time and never assert, and write JSON that says on what and with what it was measured."""

@@ -1,0 +1,68 @@
+"""The command line of the benchmarks: `python -m ops.bench engine --cpu`. Knows no measurement."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ops.bench.tickets import DEFAULT_DATA
+from schemas.errors import NightmillError
+from schemas.log import configure_logging
+from schemas.settings import Settings
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def main() -> None:
+    """Measure this machine. Results also go to ops/bench/results/ as JSON."""
+
+
+@main.command()
+@click.option("--cpu", is_flag=True, help="Run both systems on the CPU even where there is a GPU.")
+@click.option(
+    "--workload", type=click.Choice(["a", "b"]), default="a", show_default=True, help="a: route and reason; b: route."
+)
+@click.option("--rows", "num_rows", default=64, show_default=True, type=click.IntRange(min=1), help="Rows of a run.")
+@click.option(
+    "--repeats", default=3, show_default=True, type=click.IntRange(min=1), help="Runs of each system, in turns."
+)
+@click.option("--model", default="smollm2", show_default=True, help="The workload's token ids fit the demo model.")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), default="float32", show_default=True)
+@click.option(
+    "--batch", "batch_rows", default=32, show_default=True, type=click.IntRange(min=1), help="Rows of a static batch."
+)
+@click.option("--no-peer", is_flag=True, help="Measure our engine only.")
+@click.option(
+    "--data",
+    default=DEFAULT_DATA,
+    type=click.Path(path_type=Path),
+    help="Directory of prompts.jsonl and schema_*.json.",
+)
+def engine(cpu: bool, no_peer: bool, **options: Any) -> None:
+    """Our engine against static batches of transformers with xgrammar, side by side on the same rows."""
+    from ops.bench.engine import EngineBench, run_engine_bench
+
+    device = "cpu" if cpu or not _has_cuda() else "cuda"
+    bench = EngineBench(device=device, has_peer=not no_peer, **options)
+    for line in run_engine_bench(bench, _settings()):
+        click.echo(line)
+
+
+def _settings() -> Settings:
+    settings = Settings.load()
+    configure_logging("WARNING", settings.log.format)
+    return settings
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+if __name__ == "__main__":
+    try:
+        main(standalone_mode=True)
+    except NightmillError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(error.exit_code)

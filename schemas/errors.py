@@ -12,8 +12,10 @@ NightmillError
 ├── BrokerError          the queue cannot be reached or used
 ├── StoreError           the job store refused a read or a write
 │   ├── AlreadyExists    exclusive creation lost the race: somebody committed before
+│   ├── NotFound         nothing is stored under this name
 │   └── JobNotFound      no such job directory
-└── JobError             the job's files contradict each other or the request
+├── JobError             the job's files contradict each other or the request
+└── Interrupted          the caller asked a chunk to stop: control flow, not a failure
 """
 
 
@@ -77,6 +79,10 @@ class AlreadyExists(StoreError):
     """Exclusive creation lost the race: somebody committed before."""
 
 
+class NotFound(StoreError):
+    """Nothing is stored under this name."""
+
+
 class JobNotFound(StoreError):
     """No job directory of that name under the jobs root."""
 
@@ -85,3 +91,7 @@ class JobNotFound(StoreError):
 
 class JobError(NightmillError):
     """The job's files contradict each other or the request."""
+
+
+class Interrupted(NightmillError):
+    """The caller asked a chunk to stop (cancel, pause, shutdown); nothing of it was committed."""

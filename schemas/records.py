@@ -146,6 +146,7 @@ class InputFile(Record):
     size_bytes: int
     modified: str  # modification time in ns, or the object's etag
     num_rows: int
+    partition: tuple[tuple[str, str | None], ...] = ()  # hive columns of the directories above it, as text
 
 
 class RetryPolicy(Record):
@@ -233,6 +234,7 @@ class Attempt(Record):
     seed: int
     max_tokens: int
     num_output_tokens: int
+    temperature: float = 0.0
 
 
 class RowResult(Record):

@@ -70,10 +70,10 @@ demo-clean: $(VENV)/.nightmill
 
 test: $(VENV)/.dev
 	$(call stage,ruff check,60,$(BIN)/ruff check .)
-	$(call stage,ruff format,60,$(BIN)/ruff format --check .)
+	$(call stage,ruff format,30,$(BIN)/ruff format --check .)
 	$(call stage,import-linter,60,$(BIN)/lint-imports)
-	$(call stage,mypy,240,$(BIN)/mypy)
-	$(call stage,pytest,1000,$(BIN)/python -m pytest --durations=10)
+	$(call stage,mypy,180,$(BIN)/mypy)
+	$(call stage,pytest,840,$(BIN)/python -m pytest --durations=10)
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

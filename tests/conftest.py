@@ -1,6 +1,7 @@
 """What every test stands on: a clean environment, bounded threads, slow tests last. Knows no package of ours."""
 
 import os
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,15 @@ ROOT = Path(__file__).resolve().parent.parent
 def repo_root() -> Path:
     """The directory that holds pyproject.toml."""
     return ROOT
+
+
+@pytest.fixture(scope="session")
+def tracked_files() -> list[Path]:
+    """Every file of the repository that git knows and that exists."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [ROOT / name for name in names.split("\0") if name and (ROOT / name).is_file()]
 
 
 @pytest.fixture(scope="session")

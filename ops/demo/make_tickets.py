@@ -200,9 +200,9 @@ def make_tickets(num_tickets: int, seed: int = 7) -> pa.Table:
 _SCHEMA = pa.schema(
     [
         ("id", pa.int64()),
-        ("created", pa.timestamp("s", tz="UTC")),
+        ("created", pa.timestamp("ms", tz="UTC")),
         ("customer", pa.string()),
-        ("plan", pa.dictionary(pa.int8(), pa.string())),
+        ("plan", pa.string()),
         ("subject", pa.string()),
         ("text", pa.string()),
         ("route", pa.string()),

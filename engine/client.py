@@ -1,0 +1,437 @@
+"""The worker's end of the engine: submit requests, get futures. Imports no torch and knows no Celery.
+
+One permanent thread, the supervisor, owns the engine process: it spawns it, moves frames, notices its death or hang,
+restarts it and sends again what was in flight. Everything else only touches the request tables under one lock.
+"""
+
+import contextlib
+import functools
+import itertools
+import math
+import signal
+import socket
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import msgspec
+import structlog
+
+from engine.frames import (
+    PROTOCOL_VERSION,
+    AddConstraint,
+    Cancel,
+    Completions,
+    Fatal,
+    Heartbeat,
+    Hello,
+    RankFrame,
+    Start,
+    Submit,
+)
+from engine.pipe import pack
+from engine.rank_process import RANK_COMMAND, RankProcess
+from schemas import errors
+from schemas.errors import EngineDied, EngineError, KernelError, ModelError, NightmillError
+from schemas.records import Completion, Constraint, FinishReason, ModelRef, Request
+from schemas.settings import EngineSettings
+
+DEATH_WINDOW_S = 600.0  # settings.engine.max_restarts counts deaths within it
+MAX_REQUEST_DEATHS = 2  # a request in flight at more deaths is given up
+MAX_LOAD_DEATHS = 2  # a signal may kill the first load once; what fails by itself fails again
+MAX_BACKOFF_S = 30.0
+STOP_GRACE_S = 5.0
+POLL_INTERVAL_S = 1.0
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass
+class _Tracked:
+    """An unresolved request; owned by the client's lock."""
+
+    order: int
+    request_id: str
+    frame: bytes
+    constraint_key: str | None
+    constraint_frame: bytes
+    future: Future[Completion] = field(default_factory=Future)
+    num_deaths: int = 0
+    is_cancelled: bool = False
+
+
+@dataclass(frozen=True)
+class _Death:
+    """Why an engine process ended; ``is_signal``: from outside or by a crash, so that another try may work."""
+
+    error: NightmillError
+    is_signal: bool = False
+
+
+class EngineClient:
+    """A resident engine process that survives its own death. Thread-safe.
+
+    ``on_failed`` is called by the supervisor when the engine is given up after it had run; ``command`` is the rank's
+    command line, to which the pipe's descriptor is appended.
+    """
+
+    def __init__(
+        self,
+        model: ModelRef,
+        settings: EngineSettings,
+        *,
+        on_failed: Callable[[NightmillError], None] | None = None,
+        command: Sequence[str] = RANK_COMMAND,
+    ) -> None:
+        self.pid: int | None = None
+        self.stats: Heartbeat | None = None  # counters start again at zero after a restart
+        self.num_restarts = 0
+        self._start_frame = pack(
+            Start(protocol_version=PROTOCOL_VERSION, model=model, engine=settings.model_dump(mode="json"))
+        )
+        self._settings = settings
+        self._on_failed = on_failed
+        self._command = tuple(command)
+        self._changed = threading.Condition()  # its lock guards all that follows
+        self._supervisor: threading.Thread | None = None
+        self._hello: Hello | None = None
+        self._is_stopping = False
+        self._failure: NightmillError | None = None  # set once, at the end
+        self._orders = itertools.count()
+        self._tracked: dict[int, _Tracked] = {}
+        self._waiting: deque[_Tracked] = deque()  # most deaths first, then in order of submission
+        self._in_flight: dict[int, _Tracked] = {}
+        self._keys_in_flight: Counter[str] = Counter()
+        self._cancels: list[str] = []
+        self._deaths: deque[float] = deque()  # supervisor only
+        self._pack_constraint = functools.lru_cache(maxsize=64)(_pack_constraint)
+
+    @property
+    def hello(self) -> Hello:
+        """What the engine said once it had loaded. Raises EngineError before."""
+        if self._hello is None:
+            raise EngineError("the engine has not been started")
+        return self._hello
+
+    def start(self) -> Hello:
+        """Start the engine and block until it has loaded, or until another thread calls ``stop``.
+
+        Raises the cause, within seconds of it: ModelError, KernelError, EngineError (out of memory, no start in time).
+        """
+        with self._changed:
+            if self._supervisor is None and self._failure is None:
+                self._wake_reader, self._wake_writer = socket.socketpair()
+                self._wake_writer.setblocking(False)
+                self._supervisor = threading.Thread(target=self._supervise, name="engine-supervisor", daemon=True)
+                self._supervisor.start()
+            self._changed.wait_for(lambda: self._failure or self._hello)
+            self._raise_failure()
+            return self.hello
+
+    def submit(self, request: Request, constraint: Constraint | None = None) -> Future[Completion]:
+        """Queue a request; block while as many are unresolved as the engine gives credits for.
+
+        ``constraint`` is the one that ``request.constraint_key`` names. The future resolves once, with a Completion in
+        every case but the engine's end. Raises EngineError when the engine is not running any more.
+        """
+        if request.constraint_key != (constraint.key if constraint else None):
+            raise ValueError(
+                f"request {request.request_id!r} names constraint {request.constraint_key}: pass that constraint"
+            )
+        order = next(self._orders)
+        own = msgspec.structs.replace(request, request_id=str(order))  # callers' ids need not be unique
+        try:
+            frame = pack(Submit(requests=(own,)))
+            constraint_frame = self._pack_constraint(constraint) if constraint else b""
+        except (EngineError, UnicodeEncodeError) as error:
+            return _resolved(_error_completion(request.request_id, f"request cannot be sent: {error}"))
+        tracked = _Tracked(order, request.request_id, frame, request.constraint_key, constraint_frame)
+        tracked.future.set_running_or_notify_cancel()  # only ``cancel`` ends it early
+        with self._changed:
+            if self._supervisor is None:
+                self._raise_failure()
+                raise EngineError("start the engine before submitting requests")
+            self._changed.wait_for(lambda: self._failure or (self._hello and len(self._tracked) < self._hello.credits))
+            self._raise_failure()
+            self._tracked[order] = tracked
+            self._waiting.append(tracked)
+            self._wake()
+        return tracked.future
+
+    def cancel(self, request_ids: Iterable[str]) -> None:
+        """End these requests, where unresolved, with finish reason ``cancelled``; returns before they have ended."""
+        wanted = set(request_ids)
+        with self._changed:
+            for tracked in self._tracked.values():
+                if tracked.request_id in wanted and not tracked.is_cancelled:
+                    tracked.is_cancelled = True
+                    if tracked.order in self._in_flight:
+                        self._cancels.append(str(tracked.order))
+            dropped = self._drop_cancelled()
+            self._wake()
+        _resolve(dropped)
+
+    def stop(self) -> None:
+        """End the engine; unresolved futures fail with EngineError. Safe to call twice and from any thread."""
+        with self._changed:
+            self._is_stopping = True
+            supervisor = self._supervisor
+            if supervisor is None and self._failure is None:
+                self._failure = EngineError("the engine was stopped")
+            self._wake()
+            self._changed.notify_all()
+        if supervisor and supervisor is not threading.current_thread():
+            supervisor.join()
+
+    def _supervise(self) -> None:
+        failure: NightmillError = EngineError("the engine's supervisor failed: see the log")  # stands only after a bug
+        try:
+            failure = self._keep_running()
+        finally:
+            self._end(failure)
+
+    def _keep_running(self) -> NightmillError:
+        """Run ranks, one after the other, until there is a reason not to."""
+        while True:
+            death = self._run_rank()
+            if self._is_stopping:
+                return EngineError("the engine was stopped")
+            self._note_death(death)
+            if failure := self._final_failure(death):
+                return failure
+            self._requeue(death)
+            with self._changed:
+                backoff_s = min(MAX_BACKOFF_S, 0.25 * 2 ** (len(self._deaths) - 1))
+                if self._changed.wait_for(lambda: self._is_stopping, backoff_s):
+                    return EngineError("the engine was stopped")
+            self.num_restarts += 1
+
+    def _run_rank(self) -> _Death:
+        try:
+            rank = RankProcess(self._command)
+        except OSError as error:
+            return _Death(EngineError(f"cannot start {' '.join(self._command)}: {error}"))
+        self.pid = rank.pid
+        death: _Death | None = None
+        try:
+            rank.put(self._start_frame)
+            death = self._serve(rank)
+        except (EngineError, msgspec.MsgspecError) as error:
+            death = _Death(EngineError(f"unreadable frame from the engine (protocol {PROTOCOL_VERSION}): {error}"))
+        finally:
+            status = rank.end(STOP_GRACE_S if self._is_stopping and not death else 0.0)
+            self.pid = None
+        return death or _death_by_status(status)
+
+    def _serve(self, rank: RankProcess) -> _Death | None:
+        """Move frames until the rank fails (its death), ends or is to be stopped (None)."""
+        is_loaded = False
+        while not self._is_stopping:
+            if is_loaded:
+                rank.put(self._admit())
+            limit_at = self._limit_at(rank, is_loaded)
+            frames = rank.exchange(self._wake_reader, min(POLL_INTERVAL_S, limit_at - time.monotonic()))
+            if frames is None:
+                return None
+            for frame in frames:
+                if death := self._receive(frame):
+                    return death
+                is_loaded = is_loaded or isinstance(frame, Hello)
+            if not frames and time.monotonic() >= self._limit_at(rank, is_loaded):
+                return self._overdue(is_loaded)
+        return None
+
+    def _limit_at(self, rank: RankProcess, is_loaded: bool) -> float:
+        """When to give the rank up: loading has one limit in all, a running rank has one for each silence."""
+        if is_loaded:
+            return rank.heard_at + self._settings.hang_timeout_s
+        return rank.started_at + self._settings.start_timeout_s
+
+    def _overdue(self, is_loaded: bool) -> _Death:
+        if is_loaded:
+            return _Death(EngineDied(f"the engine hung: no heartbeat for {self._settings.hang_timeout_s:g} s"))
+        return _Death(
+            EngineError(
+                f"the engine did not load within {self._settings.start_timeout_s:g} s: raise engine.start_timeout_s"
+            )
+        )
+
+    def _receive(self, frame: RankFrame) -> _Death | None:
+        match frame:
+            case Completions(completions=completions):
+                self._finish(completions)
+            case Heartbeat():
+                self.stats = frame
+            case Hello(protocol_version=version) if version != PROTOCOL_VERSION:
+                return _Death(EngineError(f"the engine speaks protocol {version}, this client {PROTOCOL_VERSION}"))
+            case Hello():
+                log.info("engine_started", pid=frame.pid, device=frame.device, credits=frame.credits)
+                with self._changed:
+                    self._hello = frame
+                    self._changed.notify_all()
+            case Fatal(kind=kind, message=message):
+                return _Death(_error_class(kind)(message))
+        return None
+
+    def _admit(self) -> bytes:
+        """Take what may be sent now, packed; what was in flight at a death shares the engine with fewer others.
+
+        So the request that kills it is found in three deaths: all together, then groups, then each alone.
+        """
+        frames = []
+        with self._changed:
+            if self._cancels:
+                frames.append(pack(Cancel(request_ids=tuple(self._cancels))))
+                self._cancels.clear()
+            while self._waiting and self._may_join(self._waiting[0]):
+                tracked = self._waiting.popleft()
+                self._in_flight[tracked.order] = tracked
+                if tracked.constraint_key:
+                    if not self._keys_in_flight[tracked.constraint_key]:  # the rank keeps those of unfinished requests
+                        frames.append(tracked.constraint_frame)
+                    self._keys_in_flight[tracked.constraint_key] += 1
+                frames.append(tracked.frame)
+        return b"".join(frames)
+
+    def _may_join(self, tracked: _Tracked) -> bool:
+        if not self._in_flight:
+            return True
+        company = next(iter(self._in_flight.values())).num_deaths
+        num_together = (self.hello.credits, math.isqrt(self.hello.credits), 1)[tracked.num_deaths]
+        return company == tracked.num_deaths and len(self._in_flight) < num_together
+
+    def _finish(self, completions: Iterable[Completion]) -> None:
+        resolved = []
+        with self._changed:
+            for completion in completions:
+                tracked = self._in_flight.pop(int(completion.request_id), None)
+                if tracked is None:
+                    continue
+                del self._tracked[tracked.order]
+                if tracked.constraint_key:
+                    self._keys_in_flight[tracked.constraint_key] -= 1
+                    if not self._keys_in_flight[tracked.constraint_key]:
+                        del self._keys_in_flight[tracked.constraint_key]
+                resolved.append((tracked, msgspec.structs.replace(completion, request_id=tracked.request_id)))
+            self._changed.notify_all()
+        _resolve(resolved)
+
+    def _requeue(self, death: _Death) -> None:
+        """Put what was in flight back in the queue, suspects first; give up what was there at too many deaths."""
+        given_up = []
+        with self._changed:
+            for tracked in self._in_flight.values():
+                tracked.num_deaths += 1
+                if tracked.num_deaths > MAX_REQUEST_DEATHS:
+                    text = (
+                        f"the engine died {tracked.num_deaths} times with this request in flight, last: {death.error}"
+                    )
+                    del self._tracked[tracked.order]
+                    given_up.append((tracked, _error_completion(tracked.request_id, text)))
+            self._in_flight.clear()
+            self._keys_in_flight.clear()
+            self._cancels.clear()
+            self._waiting = deque(
+                sorted(self._tracked.values(), key=lambda tracked: (-tracked.num_deaths, tracked.order))
+            )
+            dropped = self._drop_cancelled()
+            self._changed.notify_all()
+        _resolve(given_up + dropped)
+
+    def _drop_cancelled(self) -> list[tuple[_Tracked, Completion]]:
+        """Take cancelled requests out of the queue; those in flight end by the rank's word."""
+        dropped = [tracked for tracked in self._waiting if tracked.is_cancelled]
+        if dropped:
+            self._waiting = deque(tracked for tracked in self._waiting if not tracked.is_cancelled)
+            for tracked in dropped:
+                del self._tracked[tracked.order]
+            self._changed.notify_all()
+        return [(t, Completion(request_id=t.request_id, finish_reason=FinishReason.CANCELLED)) for t in dropped]
+
+    def _note_death(self, death: _Death) -> None:
+        now = time.monotonic()
+        self._deaths.append(now)
+        while self._deaths[0] < now - DEATH_WINDOW_S:
+            self._deaths.popleft()
+        log.error(
+            "engine_died", reason=str(death.error), num_in_flight=len(self._in_flight), num_deaths=len(self._deaths)
+        )
+
+    def _final_failure(self, death: _Death) -> NightmillError | None:
+        """Why the engine must not be started again, if so."""
+        if self._hello is None and not (death.is_signal and len(self._deaths) < MAX_LOAD_DEATHS):
+            return death.error
+        if isinstance(death.error, ModelError | KernelError):
+            return death.error
+        if len(self._deaths) > self._settings.max_restarts:
+            minutes = DEATH_WINDOW_S / 60
+            return EngineError(f"the engine died {len(self._deaths)} times in {minutes:g} minutes, last: {death.error}")
+        return None
+
+    def _end(self, failure: NightmillError) -> None:
+        """Fail everything that is unresolved and everybody who waits."""
+        with self._changed:
+            self._failure = failure
+            self._wake_reader.close()
+            self._wake_writer.close()
+            left = list(self._tracked.values())
+            for table in (self._tracked, self._waiting, self._in_flight):
+                table.clear()
+            self._changed.notify_all()
+        for tracked in left:
+            tracked.future.set_exception(_copy(failure))
+        if self._hello is not None and not self._is_stopping:
+            log.error("engine_failed", reason=str(failure))
+            if self._on_failed:
+                self._on_failed(failure)
+
+    def _wake(self) -> None:
+        """Make the supervisor look at the tables; the caller holds the lock."""
+        if self._supervisor is not None and self._failure is None:
+            with contextlib.suppress(BlockingIOError):  # then enough bytes wait already
+                self._wake_writer.send(b"\0")
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise _copy(self._failure)
+
+
+def _resolve(resolved: Iterable[tuple[_Tracked, Completion]]) -> None:
+    """Set results outside the lock: callbacks may call the client."""
+    for tracked, completion in resolved:
+        tracked.future.set_result(completion)
+
+
+def _resolved(completion: Completion) -> Future[Completion]:
+    future: Future[Completion] = Future()
+    future.set_result(completion)
+    return future
+
+
+def _pack_constraint(constraint: Constraint) -> bytes:
+    return pack(AddConstraint(constraint=constraint))
+
+
+def _error_completion(request_id: str, text: str) -> Completion:
+    return Completion(request_id=request_id, finish_reason=FinishReason.ERROR, error=text)
+
+
+def _copy(error: NightmillError) -> NightmillError:
+    """An equal exception, since each raise writes its traceback into the object."""
+    return type(error)(*error.args)
+
+
+def _error_class(kind: str) -> type[NightmillError]:
+    found = getattr(errors, kind, None)
+    return found if isinstance(found, type) and issubclass(found, NightmillError) else EngineError
+
+
+def _death_by_status(status: int | None) -> _Death:
+    if status is None or status >= 0:
+        return _Death(EngineDied(f"the engine process ended with status {status}: its output is in the log"))
+    name = signal.Signals(-status).name if -status in signal.valid_signals() else str(-status)
+    hint = " (out of memory?)" if -status == signal.SIGKILL else ""
+    return _Death(EngineDied(f"the engine process was killed by {name}{hint}"), is_signal=True)

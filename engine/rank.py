@@ -1,0 +1,243 @@
+"""One engine process, ``python -m engine.rank FD``: it serves the pipe FD that it inherited until Stop or EOF.
+
+EOF means that the worker is gone: the process ends at once, even in the middle of a step. Signals of a terminal or a
+process manager are the worker's business and are ignored here. Knows neither models nor scheduling (engine.loop does).
+"""
+
+import contextlib
+import ctypes
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, NoReturn, Protocol
+
+import msgspec
+import structlog
+
+from engine.frames import (
+    PROTOCOL_VERSION,
+    AddConstraint,
+    Cancel,
+    ClientFrame,
+    Completions,
+    Fatal,
+    Heartbeat,
+    Hello,
+    RankFrame,
+    Start,
+    Stop,
+    Submit,
+    decode_client_frame,
+)
+from engine.pipe import FrameBuffer, pack
+from engine.stats import EngineStats
+from schemas import errors
+from schemas.errors import EngineError, SettingsError
+from schemas.log import configure_logging
+from schemas.records import Completion, Constraint, ModelRef, Request
+from schemas.settings import EngineSettings, LogSettings, Settings
+
+if TYPE_CHECKING:
+    from kernels.api import Choice  # imports torch
+
+HEARTBEAT_INTERVAL_S = 1.0
+RECEIVE_BYTES = 2**20
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+log = structlog.get_logger(__name__)
+
+
+class EngineLike(Protocol):
+    """What the rank needs of an engine; engine.loop.Engine is the real one."""
+
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def credits(self) -> int: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def choices(self) -> Sequence["Choice"]: ...
+    @property
+    def stats(self) -> EngineStats: ...
+    def add_constraint(self, constraint: Constraint) -> None: ...
+    def add(self, request: Request) -> None: ...
+    def cancel(self, request_ids: Iterable[str]) -> None: ...
+    def has_work(self) -> bool: ...
+    def step(self) -> list[Completion]: ...
+
+
+MakeEngine = Callable[[ModelRef, EngineSettings], EngineLike]
+Inbox = queue.SimpleQueue[ClientFrame | EngineError]
+
+
+def main(fd: int, make_engine: MakeEngine | None = None) -> NoReturn:
+    """Serve the pipe ``fd``; ``make_engine`` replaces the real engine in tests. Never returns: the process ends."""
+    _detach_from_terminal()
+    _configure_logging()
+    os.set_inheritable(fd, False)  # a compiler that the engine starts must not hold the pipe open
+    sock = socket.socket(fileno=fd)
+    inbox: Inbox = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(sock, inbox), name="rank-reader", daemon=True).start()
+
+    def send(frame: RankFrame) -> None:
+        sock.sendall(pack(frame))
+
+    try:
+        _serve(_load(inbox, send, make_engine or _make_engine), inbox, send)
+    except ConnectionError:
+        pass  # the worker is gone
+    except Exception as error:  # one of the three boundaries: the client reports the cause
+        log.exception("rank_failed")
+        with contextlib.suppress(ConnectionError):
+            send(_fatal(error))
+    _exit(1)
+
+
+def _load(inbox: Inbox, send: Callable[[RankFrame], None], make_engine: MakeEngine) -> EngineLike:
+    start = _checked(inbox.get())
+    if not isinstance(start, Start):
+        raise EngineError(f"the first frame must be Start, not {type(start).__name__}")
+    if start.protocol_version != PROTOCOL_VERSION:
+        raise EngineError(
+            f"the worker speaks protocol {start.protocol_version}, this engine {PROTOCOL_VERSION}: "
+            "restart the worker after an upgrade"
+        )
+    send(Heartbeat(phase="loading"))
+    engine = make_engine(start.model, EngineSettings.model_validate(start.engine))
+    kernels = tuple((choice.operation, choice.backend, choice.reason) for choice in engine.choices)
+    send(
+        Hello(
+            protocol_version=PROTOCOL_VERSION,
+            pid=os.getpid(),
+            credits=engine.credits,
+            max_model_len=engine.max_model_len,
+            device=engine.device,
+            kernels=kernels,
+        )
+    )
+    return engine
+
+
+def _serve(engine: EngineLike, inbox: Inbox, send: Callable[[RankFrame], None]) -> NoReturn:
+    """The loop: frames in, one step, completions out; heartbeats come from here, so that a hung step stops them."""
+    next_beat = 0.0
+    while True:
+        for frame in _take(inbox, 0.0 if engine.has_work() else HEARTBEAT_INTERVAL_S):
+            _apply(engine, frame)
+        if engine.has_work() and (completions := engine.step()):
+            send(Completions(completions=tuple(completions)))
+        if time.monotonic() >= next_beat:
+            next_beat = time.monotonic() + HEARTBEAT_INTERVAL_S
+            send(_heartbeat(engine))
+
+
+def _take(inbox: Inbox, wait_s: float) -> list[ClientFrame]:
+    """All frames that are there, after waiting at most ``wait_s`` for the first."""
+    frames = []
+    try:
+        frames.append(_checked(inbox.get(timeout=wait_s) if wait_s else inbox.get_nowait()))
+        while True:
+            frames.append(_checked(inbox.get_nowait()))
+    except queue.Empty:
+        return frames
+
+
+def _checked(received: ClientFrame | EngineError) -> ClientFrame:
+    if isinstance(received, EngineError):
+        raise received
+    return received
+
+
+def _apply(engine: EngineLike, frame: ClientFrame) -> None:
+    match frame:
+        case Submit(requests=requests):
+            for request in requests:
+                engine.add(request)
+        case AddConstraint(constraint=constraint):
+            engine.add_constraint(constraint)
+        case Cancel(request_ids=request_ids):
+            engine.cancel(request_ids)
+        case _:
+            raise EngineError(f"unexpected {type(frame).__name__} frame after Hello")
+
+
+def _heartbeat(engine: EngineLike) -> Heartbeat:
+    stats = engine.stats
+    return Heartbeat(
+        phase="running" if engine.has_work() else "idle",
+        num_running=stats.num_running,
+        num_waiting=stats.num_waiting,
+        num_steps=stats.num_steps,
+        num_prompt_tokens=stats.num_prompt_tokens,
+        num_cached_tokens=stats.num_cached_tokens,
+        num_output_tokens=stats.num_output_tokens,
+    )
+
+
+def _fatal(error: Exception) -> Fatal:
+    """Name the error by its class in schemas.errors; a foreign one is an EngineError that quotes its class."""
+    kind = type(error).__name__
+    if type(error) is getattr(errors, kind, None):
+        return Fatal(kind=kind, message=str(error))
+    return Fatal(kind="EngineError", message=f"{kind}: {error}")
+
+
+def _read(sock: socket.socket, inbox: Inbox) -> None:
+    """Move frames to the inbox; end the process at EOF or Stop, whatever the main thread is doing."""
+    buffer = FrameBuffer()
+    try:
+        while data := _receive(sock):
+            for body in buffer.feed(data):
+                frame = decode_client_frame(body)
+                if isinstance(frame, Stop):
+                    _exit(0)
+                inbox.put(frame)
+    except (EngineError, msgspec.MsgspecError) as error:
+        inbox.put(EngineError(f"unreadable frame from the worker (protocol {PROTOCOL_VERSION}): {error}"))
+        while _receive(sock):  # what follows a broken frame means nothing
+            pass
+    _exit(1)
+
+
+def _receive(sock: socket.socket) -> bytes:
+    try:
+        return sock.recv(RECEIVE_BYTES)
+    except ConnectionError:
+        return b""
+
+
+def _detach_from_terminal() -> None:
+    """Leave SIGINT and SIGTERM to the worker; die with the thread that spawned us should the reader be starved."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _configure_logging() -> None:
+    try:
+        settings = Settings.load().log
+    except SettingsError:  # the entry points refuse bad settings; a program that uses LLM may not care for them
+        settings = LogSettings()
+    configure_logging(settings.level, settings.format)
+
+
+def _make_engine(model: ModelRef, settings: EngineSettings) -> EngineLike:
+    from engine.loop import Engine  # torch comes in here, after the first heartbeat
+
+    return Engine(model, settings)
+
+
+def _exit(status: int) -> NoReturn:
+    """End without unwinding: a step may be running, and nothing that it holds may keep the process."""
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -85,7 +85,7 @@ class Kernels(Protocol):
         """
 
     def apply_token_bitmask(self, logits: Tensor, bitmask: Tensor) -> None:
-        """Set logits [L, V] to -inf, in place, where bit v of ``bitmask`` int32 [L, W] is 0 (bit v % 32 of word v // 32)."""
+        """Set logits [L, V] to -inf, in place, where bit v % 32 of word v // 32 of ``bitmask`` int32 [L, W] is 0."""
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
         """Draw one token per row of float32 logits [L, V]: (tokens int64 [L], logprobs float32 [L]).

@@ -1,0 +1,69 @@
+"""Choose a kernel backend once per process, with a printable reason. Knows the backends, not their operations.
+
+BackendError is this package's own, since kernels import nothing of ours; the engine turns it into a KernelError.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from kernels.api import Choice, Kernels
+
+
+class BackendError(Exception):
+    """A backend is unknown, or was asked for by name and cannot be had; the message names the cause."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A backend that can be asked for by name. ``open`` raises BackendError with the cause if it cannot be had."""
+
+    name: str
+    open: Callable[[torch.device, torch.dtype], tuple[Kernels, tuple[Choice, ...]]]
+    aliases: tuple[str, ...] = ()
+
+
+def select_kernels(device: torch.device, dtype: torch.dtype, wanted: str) -> tuple[Kernels, tuple[Choice, ...]]:
+    """Open the backend ``wanted``, or for "auto" the first of the registry that can be had.
+
+    Raises BackendError for an unknown name, or for a named backend that cannot be had, with the cause.
+    """
+    if wanted != "auto":
+        return _find(wanted).open(device, dtype)
+    causes = []
+    for backend in BACKENDS:
+        try:
+            kernels, choices = backend.open(device, dtype)
+        except BackendError as error:
+            causes.append(f"{backend.name}: {error}")
+        else:
+            skipped = tuple(Choice("fallback", backend.name, cause) for cause in causes)
+            return kernels, (*choices, *skipped)
+    raise BackendError(f"no kernel backend for {dtype} on {device}: {'; '.join(causes)}")
+
+
+def _find(wanted: str) -> Backend:
+    for backend in BACKENDS:
+        if wanted == backend.name or wanted in backend.aliases:
+            return backend
+    known = ", ".join(["auto", *(backend.name for backend in BACKENDS)])
+    raise BackendError(f"unknown kernel backend {wanted!r}: engine.kernels must be one of {known}")
+
+
+def _open_reference(device: torch.device, dtype: torch.dtype) -> tuple[Kernels, tuple[Choice, ...]]:
+    from kernels.reference import ReferenceKernels
+
+    kernels = ReferenceKernels(device, dtype)
+    if kernels.can_prepack:
+        linear = Choice("linear", "onednn", f"prepacked {dtype} weights agree with torch on this CPU and are faster")
+    elif device.type == "cpu":
+        linear = Choice("linear", "torch", f"oneDNN takes no prepacked {dtype} weights on this CPU")
+    else:
+        linear = Choice("linear", "torch", f"cuBLAS through torch on {device}")
+    rest = Choice("everything else", "reference", f"plain torch on {device}: no faster backend is registered")
+    return kernels, (linear, rest)
+
+
+BACKENDS = (Backend("reference", _open_reference, aliases=("torch",)),)
+"""In the order in which "auto" tries them: fastest first."""

@@ -1,0 +1,64 @@
+"""Everything that depends on the device: which one, its threads, its memory, its sizes when settings leave them open."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from schemas.errors import EngineError
+from schemas.settings import EngineSettings
+
+GIB = 2**30
+CPU_KV_CACHE_GIB = 2.0
+GPU_MEMORY_FRACTION = 0.9  # of what is free once the weights are loaded; activations and logits live in the rest
+
+
+@dataclass(frozen=True)
+class EngineSizes:
+    """Resolved sizes of an engine."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    kv_cache_bytes: int
+
+
+def select_device(settings: EngineSettings) -> torch.device:
+    """Resolve ``settings.device`` and set the number of CPU threads. Raises EngineError for a device that is absent."""
+    torch.set_num_threads(settings.num_threads or len(os.sched_getaffinity(0)))
+    name = settings.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+        raise EngineError(f"engine.device {settings.device!r} cannot be used: {error}") from error
+    return device
+
+
+def resolve_sizes(settings: EngineSettings, device: torch.device) -> EngineSizes:
+    """Fill in the sizes that settings leave at 0; call it after the weights are loaded."""
+    is_gpu = device.type == "cuda"
+    if settings.kv_cache_gib:
+        kv_cache_bytes = int(settings.kv_cache_gib * GIB)
+    elif is_gpu:
+        kv_cache_bytes = int(GPU_MEMORY_FRACTION * torch.cuda.mem_get_info(device)[0])
+    else:
+        kv_cache_bytes = int(CPU_KV_CACHE_GIB * GIB)
+    return EngineSizes(
+        max_num_seqs=settings.max_num_seqs or (512 if is_gpu else 64),
+        max_num_batched_tokens=settings.max_num_batched_tokens or (8192 if is_gpu else 512),
+        kv_cache_bytes=kv_cache_bytes,
+    )
+
+
+def to_device(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
+    """Move arrays of one dtype to the device in one transfer; the tensors are views of one buffer, in shape."""
+    flat = torch.from_numpy(np.concatenate([array.ravel() for array in arrays.values()]))
+    if device.type == "cuda":
+        flat = flat.pin_memory().to(device, non_blocking=True)
+    parts = flat.split([array.size for array in arrays.values()])
+    return {name: part.view(array.shape) for (name, array), part in zip(arrays.items(), parts, strict=True)}

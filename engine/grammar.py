@@ -1,0 +1,302 @@
+"""Constraints as grammars: compiled off the loop's thread, matched token by token, turned into masks for a batch.
+
+The only module that imports xgrammar. A constraint that fails, or takes too long, is a ConstraintError for the rows that
+use it and for nobody else. Knows no scheduling; whether a finished document is valid is checked elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Sequence as Seq
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+import torch
+import xgrammar
+from torch import Tensor
+
+from engine.types import Matcher
+from schemas.errors import ConstraintError
+from schemas.records import Constraint, ConstraintKind
+
+MAX_SOURCE_BYTES = 2**20
+MAX_RUNAWAYS = 8
+"""Native compiles past their time limit cannot be stopped; with so many of them alive, new grammars are refused."""
+
+CACHE_BYTES = 2**30
+"""Compiled grammars kept, least recently used out first. A limit at all answers CVE-2025-32381."""
+
+
+class Grammars:
+    """The constraints of one engine, by key. All methods belong to the loop's thread."""
+
+    def __init__(
+        self, tokenizer: Any, *, vocab_size: int, end_token_ids: frozenset[int], timeout_s: float, num_threads: int
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._end_token_ids = end_token_ids
+        self._timeout_s = timeout_s
+        self._num_compilers = max(1, num_threads // 2)
+        self._batch = xgrammar.BatchGrammarMatcher(max_threads=max(1, num_threads))
+        self._compiler: xgrammar.GrammarCompiler | None = None
+        self._constraints: dict[str, Constraint] = {}
+        self._compiled: OrderedDict[str, xgrammar.CompiledGrammar] = OrderedDict()
+        self._errors: dict[str, str] = {}
+        self._queue: deque[str] = deque()
+        self._underway: dict[str, float] = {}  # key -> when its compile started, monotonic seconds
+        self._num_runaways = 0
+        self._results: SimpleQueue[tuple[str, xgrammar.CompiledGrammar | Exception]] = SimpleQueue()
+        self._has_result = threading.Event()
+        self._num_words = -(-vocab_size // 32)
+        self._not_end = ~_pack_bits(sorted(end_token_ids), self._num_words)
+
+    def add(self, constraint: Constraint) -> None:
+        """Make a constraint known; it is compiled when a request first needs it."""
+        self._constraints[constraint.key] = constraint
+
+    def matcher(self, key: str) -> GrammarMatcher | None:
+        """A matcher at the grammar's start, or None while it is being compiled: ``poll`` names it when it is not.
+
+        Raises ConstraintError with the cause if the constraint is unknown, cannot be compiled, or took too long.
+        """
+        if (error := self._errors.get(key)) is not None:
+            raise ConstraintError(error)
+        if (compiled := self._compiled.get(key)) is not None:
+            self._compiled.move_to_end(key)
+            return GrammarMatcher(xgrammar.GrammarMatcher(compiled), self._not_end)
+        if key not in self._constraints:
+            raise ConstraintError(f"constraint {key} was not sent before the request that names it")
+        if key not in self._underway and key not in self._queue:
+            self._queue.append(key)
+            self._start_compiles()
+        return None
+
+    def poll(self) -> list[str]:
+        """Keys whose compile ended, well or not, since the last call."""
+        self._has_result.clear()
+        ended = []
+        while not self._results.empty():
+            key, result = self._results.get()
+            if key not in self._underway:
+                self._num_runaways -= 1
+                continue
+            del self._underway[key]
+            self._settle(key, result)
+            ended.append(key)
+        ended += self._abandon_runaways()
+        return ended + self._start_compiles()
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until a compile has ended, at most ``timeout_s``."""
+        self._has_result.wait(timeout_s)
+
+    def fill(self, matchers: Seq[Matcher | None]) -> Tensor | None:
+        """Masks of the next token, int32 [L, W] on the host (all ones where there is no matcher); None if all are free."""
+        rows = [row for row, matcher in enumerate(matchers) if matcher is not None]
+        if not rows:
+            return None
+        bitmask = torch.full((len(matchers), self._num_words), -1, dtype=torch.int32)
+        handles = [matcher.native for matcher in matchers if isinstance(matcher, GrammarMatcher)]
+        self._batch.batch_fill_next_token_bitmask(handles, bitmask, rows)
+        return bitmask
+
+    def _settle(self, key: str, result: xgrammar.CompiledGrammar | Exception) -> None:
+        if isinstance(result, Exception):
+            kind = self._constraints[key].kind
+            self._errors[key] = f"the {kind} constraint cannot be compiled: {_first_line(result)}"
+            return
+        self._compiled[key] = result
+        while len(self._compiled) > 1 and sum(g.memory_size_bytes for g in self._compiled.values()) > CACHE_BYTES:
+            self._compiled.popitem(last=False)
+
+    def _abandon_runaways(self) -> list[str]:
+        now = time.monotonic()
+        late = [key for key, started in self._underway.items() if now - started > self._timeout_s]
+        for key in late:
+            del self._underway[key]
+            self._num_runaways += 1
+            self._errors[key] = (
+                f"compiling the {self._constraints[key].kind} constraint took more than {self._timeout_s:g} s: "
+                "simplify it (nested alternatives and long bounded repeats multiply) or raise engine.compile_timeout_s"
+            )
+        return late
+
+    def _start_compiles(self) -> list[str]:
+        """Start what the queue holds while there is room; return the keys that are refused."""
+        refused = []
+        while self._queue and len(self._underway) < self._num_compilers:
+            key = self._queue.popleft()
+            if self._num_runaways >= MAX_RUNAWAYS:
+                self._errors[key] = f"{MAX_RUNAWAYS} constraints past their time limit keep the compiler busy"
+                refused.append(key)
+                continue
+            self._underway[key] = time.monotonic()
+            arguments = (self._constraints[key],)
+            threading.Thread(target=self._compile, args=arguments, name=f"compile-{key}", daemon=True).start()
+        return refused
+
+    def _compile(self, constraint: Constraint) -> None:
+        """Thread: compile one constraint and hand over the result, whatever it is."""
+        result: xgrammar.CompiledGrammar | Exception
+        try:
+            result = compile_constraint(self._get_compiler(), constraint)
+        except Exception as error:  # noqa: BLE001 - the native compiler's errors have no common class; it is recorded
+            result = error
+        self._results.put((constraint.key, result))
+        self._has_result.set()
+
+    def _get_compiler(self) -> xgrammar.GrammarCompiler:
+        """Made at the first constraint: reading a large vocabulary takes part of a second. Racing threads may make two."""
+        if self._compiler is None:
+            if not self._end_token_ids:
+                raise ConstraintError("the tokenizer names no end token, so a constrained text could never end")
+            info = xgrammar.TokenizerInfo.from_huggingface(
+                self._tokenizer, vocab_size=self._vocab_size, stop_token_ids=sorted(self._end_token_ids)
+            )
+            self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+        return self._compiler
+
+
+class GrammarMatcher:
+    """A grammar's state after the output of one sequence."""
+
+    def __init__(self, native: xgrammar.GrammarMatcher, not_end: np.ndarray[Any, np.dtype[np.int32]]) -> None:
+        self.native = native
+        self._not_end = not_end
+
+    @property
+    def is_terminated(self) -> bool:
+        """Whether the end token was accepted."""
+        return bool(self.native.is_terminated())
+
+    def accept(self, token_id: int) -> bool:
+        """Advance by one token; False, and no change, if the grammar does not allow it."""
+        return bool(self.native.accept_token(token_id))
+
+    def is_at_end(self) -> bool:
+        """Whether the end token is the only one allowed next."""
+        if self.is_terminated or not self.native.is_completed():
+            return self.is_terminated
+        bitmask = torch.empty((1, len(self._not_end)), dtype=torch.int32)
+        self.native.fill_next_token_bitmask(bitmask)
+        return not np.any(bitmask.numpy()[0] & self._not_end)
+
+
+def compile_constraint(compiler: xgrammar.GrammarCompiler, constraint: Constraint) -> xgrammar.CompiledGrammar:
+    """Compile any kind. Raises whatever the native compiler raises, and ConstraintError for a source that is too large."""
+    source = constraint.source
+    if len(source) > MAX_SOURCE_BYTES:
+        raise ConstraintError(f"{len(source)} characters, limit {MAX_SOURCE_BYTES}")
+    match constraint.kind:
+        case ConstraintKind.JSON_SCHEMA:
+            schema = json.dumps(decodable_schema(json.loads(source)), ensure_ascii=False)
+            return compiler.compile_json_schema(schema, any_whitespace=False, strict_mode=False)
+        case ConstraintKind.REGEX:
+            return compiler.compile_regex(source)
+        case ConstraintKind.EBNF:
+            return compiler.compile_grammar(xgrammar.Grammar.from_ebnf(source))
+        case ConstraintKind.CHOICE:
+            return compiler.compile_grammar(xgrammar.Grammar.from_ebnf(choice_grammar(json.loads(source))))
+
+
+def choice_grammar(choices: Seq[str]) -> str:
+    """An EBNF grammar of exactly these strings."""
+    if not choices:
+        raise ConstraintError("a choice needs at least one string")
+    return "root ::= " + " | ".join(f'"{_escape(choice)}"' for choice in choices)
+
+
+ANNOTATIONS = frozenset(
+    ("title", "description", "default", "examples", "$schema", "$id", "$comment", "$defs", "definitions", "type")
+)
+COMBINING = frozenset(("allOf", "not", "if", "then", "else", "dependentSchemas", "dependencies", "$dynamicRef"))
+OPENING = COMBINING | {
+    *("anyOf", "oneOf", "$ref", "additionalProperties", "unevaluatedProperties", "patternProperties"),
+    *("propertyNames", "minProperties"),
+}
+"""An object schema beside one of these may need keys that its ``properties`` do not name."""
+
+
+def decodable_schema(schema: Any) -> Any:
+    """Rewrite a JSON Schema so that a model steered by it ends and can be valid; what it allows only shrinks.
+
+    An object schema that names its properties and says nothing of others is closed: a model would go on adding keys.
+    A required key that ``properties`` lacks is added there: the grammar engine drops it otherwise (constraints.md).
+    """
+    shared = _mentions(schema, COMBINING) or _refers_with_siblings(schema)
+    return _rewrite(schema, is_combined=False, definitions_combined=shared)
+
+
+def _rewrite(node: Any, *, is_combined: bool, definitions_combined: bool) -> Any:
+    """``is_combined``: other schemas apply to the same value, so closing this one could forbid their keys."""
+    if not isinstance(node, dict):
+        return node
+
+    def visit(child: Any, is_combined: bool = False) -> Any:
+        return _rewrite(child, is_combined=is_combined, definitions_combined=definitions_combined)
+
+    result = dict(node)
+    has_siblings = is_combined or bool(node.keys() - ANNOTATIONS - {"anyOf", "oneOf"})
+    for key, value in node.items():
+        if key in ("items", "additionalProperties", "contains"):
+            result[key] = visit(value)
+        elif key in ("prefixItems", "anyOf", "oneOf") and isinstance(value, list):
+            result[key] = [visit(child, has_siblings and key != "prefixItems") for child in value]
+        elif key in ("properties", "patternProperties") and isinstance(value, dict):
+            result[key] = {name: visit(child) for name, child in value.items()}
+        elif key in ("$defs", "definitions") and isinstance(value, dict):
+            result[key] = {name: visit(child, definitions_combined) for name, child in value.items()}
+    if not is_combined:
+        _complete_object(result)
+    return result
+
+
+def _complete_object(node: dict[str, Any]) -> None:
+    """Add required keys to ``properties``, then close the object where nothing else can add keys; in place."""
+    properties, required = node.get("properties"), node.get("required", [])
+    if not isinstance(required, list) or not (isinstance(properties, dict) or node.get("type") == "object"):
+        return
+    named = dict(properties or {})
+    others = node.get("additionalProperties", True)
+    if others is not False and "patternProperties" not in node:
+        named |= {name: others for name in required if isinstance(name, str) and name not in named}
+    if named:
+        node["properties"] = named
+    if properties and not OPENING & node.keys():
+        node["additionalProperties"] = False
+
+
+def _mentions(node: Any, keywords: frozenset[str]) -> bool:
+    if isinstance(node, dict):
+        return bool(keywords & node.keys()) or any(_mentions(child, keywords) for child in node.values())
+    return isinstance(node, list) and any(_mentions(child, keywords) for child in node)
+
+
+def _refers_with_siblings(node: Any) -> bool:
+    if isinstance(node, dict):
+        beside = "$ref" in node and bool(node.keys() - ANNOTATIONS - {"$ref"})
+        return beside or any(_refers_with_siblings(child) for child in node.values())
+    return isinstance(node, list) and any(_refers_with_siblings(child) for child in node)
+
+
+def _escape(text: str) -> str:
+    """Escape a string for a literal of the grammar engine's EBNF."""
+    return re.sub(r'[\x00-\x1f\x7f"\\]', lambda match: f"\\x{ord(match[0]):02x}", text)
+
+
+def _first_line(error: Exception) -> str:
+    """The message without the native source position in front of it."""
+    text = str(error).strip().split("\n")[0] or type(error).__name__
+    return re.sub(r"^\[[\d:]+\] \S+\.(cc|h):\d+: ", "", text)
+
+
+def _pack_bits(token_ids: Seq[int], num_words: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+    bits = np.zeros(num_words * 32, dtype=np.uint8)
+    bits[list(token_ids)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)

@@ -1,0 +1,275 @@
+"""The engine: requests in, completions out, one step at a time: admit -> plan -> run -> update.
+
+Runs in one thread and knows no pipes and no processes. A bad request ends as a completion that says why; an exception
+in a step is a bug or a broken device, and is the caller's to report.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import structlog
+import torch
+
+from engine.cache import BlockPool
+from engine.device import resolve_sizes, select_device
+from engine.grammar import Grammars
+from engine.models import Model
+from engine.runner import Runner
+from engine.sampler import Sampler
+from engine.scheduler import Scheduler
+from engine.stats import EngineStats
+from engine.text import Text
+from engine.types import Sequence, SequenceStatus, StepPlan
+from engine.weights import load_model
+from kernels.api import Choice, Kernels
+from kernels.select import BackendError, select_kernels
+from schemas.errors import ConstraintError, EngineError, KernelError, PromptError
+from schemas.model_files import resolve_model
+from schemas.records import Completion, Constraint, FinishReason, ModelRef, Request
+from schemas.settings import EngineSettings
+
+log = structlog.get_logger()
+
+COMPILE_WAIT_S = 0.02
+"""How long a step with nothing else to do waits for a grammar: short, because the caller reads its pipe in between."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What an engine is made of once everything is loaded."""
+
+    model: Model
+    text: Text
+    kernels: Kernels
+    choices: tuple[Choice, ...]
+    device: torch.device
+
+
+def load_parts(model: ModelRef, settings: EngineSettings) -> Parts:
+    """Load model and tokenizer. Raises ModelError, KernelError or EngineError with the cause."""
+    files = resolve_model(model.name, model.revision)
+    device = select_device(settings)
+    try:
+        kernels, choices = select_kernels(device, getattr(torch, model.dtype), settings.kernels)
+    except BackendError as error:
+        raise KernelError(str(error)) from error
+    for choice in choices:
+        log.info("kernel_chosen", operation=choice.operation, backend=choice.backend, reason=choice.reason)
+    return Parts(load_model(files, model, kernels, device), Text(files), kernels, choices, device)
+
+
+class Engine:
+    """One model on one device, serving any number of requests."""
+
+    def __init__(self, model: ModelRef, settings: EngineSettings, parts: Parts | None = None) -> None:
+        parts = parts or load_parts(model, settings)
+        spec, sizes = parts.model.spec, resolve_sizes(settings, parts.device)
+        self.max_model_len = min(model.max_model_len, spec.max_position_embeddings)
+        self.credits = max(256, 2 * sizes.max_num_seqs)  # the second half keeps the batch full across the pipe's delay
+        self.device = str(parts.device)
+        self.choices = parts.choices
+        self.stats = EngineStats()
+        self._vocab_size = spec.vocab_size
+        self._text = parts.text
+        num_blocks = self._num_blocks(parts.model, settings.block_size, sizes.kv_cache_bytes, sizes.max_num_seqs)
+        self._runner = Runner(parts.model, parts.device, num_blocks=num_blocks, block_size=settings.block_size)
+        self._sampler = Sampler(parts.kernels, parts.device)
+        self._scheduler = Scheduler(
+            BlockPool(num_blocks, settings.block_size, prefix_cache=settings.prefix_cache),
+            max_num_seqs=sizes.max_num_seqs,
+            max_num_batched_tokens=sizes.max_num_batched_tokens,
+        )
+        self._grammars = Grammars(
+            parts.text.tokenizer,
+            vocab_size=spec.vocab_size,
+            end_token_ids=parts.text.eos_token_ids,
+            timeout_s=settings.compile_timeout_s,
+            num_threads=torch.get_num_threads(),
+        )
+        self._sequences: dict[str, Sequence] = {}  # every request that has no completion yet, by id
+        self._awaiting_grammar: defaultdict[str, list[Sequence]] = defaultdict(list)
+        self._completions: list[Completion] = []
+
+    def step(self) -> list[Completion]:
+        """Advance all running sequences by one step and return what ended since the last call."""
+        self._admit()
+        plan = self._scheduler.plan()
+        if plan.runs or plan.preempted:
+            drawn = self._run(plan)
+            self._update(plan, drawn)
+        elif self._awaiting_grammar:
+            self._grammars.wait(COMPILE_WAIT_S)
+        completions, self._completions = self._completions, []
+        return completions
+
+    def add_constraint(self, constraint: Constraint) -> None:
+        """Make a constraint known before the first request that names it."""
+        self._grammars.add(constraint)
+
+    def add(self, request: Request) -> None:
+        """Queue a request. A bad one ends with a completion; only an id that is in flight already raises EngineError."""
+        if request.request_id in self._sequences:
+            raise EngineError(f"request {request.request_id!r} is in flight already")
+        try:
+            token_ids = array("q", self._text.encode_request(request))
+            self._check_prompt(token_ids)
+        except PromptError as error:
+            self._reject(request, FinishReason.ERROR, str(error))
+            return
+        num_prompt = len(token_ids)
+        if num_prompt >= self.max_model_len:
+            limit = f"prompt is {num_prompt} tokens, limit {self.max_model_len - 1} (max_model_len less one for the output)"
+            self._reject(request, FinishReason.PROMPT_TOO_LONG, limit, num_prompt)
+            return
+        max_tokens = min(request.sampling.max_tokens, self.max_model_len - num_prompt)
+        sequence = Sequence(request, token_ids, num_prompt, max_tokens)
+        if request.sampling.stop:
+            sequence.detokenizer = self._text.detokenizer()
+        self._sequences[request.request_id] = sequence
+        self._queue(sequence)
+
+    def cancel(self, request_ids: Iterable[str]) -> None:
+        """End these requests with what they have; ids that are not in flight are ignored."""
+        for request_id in request_ids:
+            if (sequence := self._sequences.get(request_id)) is not None:
+                self._finish(sequence, FinishReason.CANCELLED)
+
+    def has_work(self) -> bool:
+        """Whether ``step`` has anything to do or to return."""
+        return bool(self._sequences or self._completions)
+
+    def _admit(self) -> None:
+        """Let in the sequences whose grammar is ready, then fill the batch."""
+        for key in self._grammars.poll():
+            for sequence in self._awaiting_grammar.pop(key, []):
+                if sequence.status is not SequenceStatus.FINISHED:
+                    self._queue(sequence)
+        for sequence in self._scheduler.admit():
+            if sequence.num_preemptions == 0:
+                self.stats.num_prompt_tokens += sequence.num_prompt
+                self.stats.num_cached_tokens += sequence.num_cached
+        self.stats.num_running = len(self._scheduler.running)
+        self.stats.num_waiting = len(self._sequences) - self.stats.num_running
+
+    def _run(self, plan: StepPlan) -> list[tuple[Sequence, int, float]]:
+        """Compute the plan: (sequence, token, log-probability) of each that gets a token."""
+        self._scheduler.carry_out(plan)
+        self.stats.num_preemptions += len(plan.preempted)
+        if not plan.runs:
+            return []
+        logits = self._runner.run(plan.runs, plan.num_decodes)
+        sequences = [run.sequence for run in plan.runs if run.wants_logits]
+        if not sequences:
+            return []
+        bitmask = self._grammars.fill([sequence.matcher for sequence in sequences])  # while the device computes
+        drawn = self._sampler.sample(logits, sequences, bitmask)
+        return [(sequence, token, logprob) for sequence, (token, logprob) in zip(sequences, drawn, strict=True)]
+
+    def _update(self, plan: StepPlan, drawn: list[tuple[Sequence, int, float]]) -> None:
+        """Record what the step computed and end what is done."""
+        self._scheduler.mark_computed(plan)
+        self.stats.num_steps += 1
+        self.stats.num_batched_tokens += plan.num_tokens
+        for sequence, token_id, logprob in drawn:
+            if error := self._append(sequence, token_id, logprob):
+                reason = FinishReason.CONSTRAINT_ERROR if sequence.matcher else FinishReason.ERROR
+                self._finish(sequence, reason, error)
+            elif reason := self._finish_reason(sequence, token_id):
+                self._finish(sequence, reason)
+
+    def _append(self, sequence: Sequence, token_id: int, logprob: float) -> str | None:
+        """Accept a drawn token; returns why it cannot be accepted."""
+        if token_id < 0:
+            where = f"after {sequence.num_output} output tokens"
+            return f"the constraint allows no token {where}" if sequence.matcher else f"no finite logits {where}"
+        if sequence.matcher and not sequence.matcher.accept(token_id):
+            return f"the grammar refuses token {token_id}, which its mask allowed"
+        sequence.token_ids.append(token_id)
+        sequence.logprobs.append(logprob)
+        if sequence.detokenizer:
+            sequence.text += sequence.detokenizer.push(token_id)
+        self.stats.num_output_tokens += 1
+        return None
+
+    def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
+        """Whether the token just appended is the last one, and why."""
+        sampling = sequence.request.sampling
+        if sequence.matcher and sequence.matcher.is_at_end():
+            return FinishReason.STOP
+        if token_id in self._text.eos_token_ids and not sampling.ignore_eos:
+            return FinishReason.STOP
+        if sampling.stop and find_stop(sequence.text, sampling.stop) is not None:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if sequence.num_output >= sequence.max_tokens else None
+
+    def _queue(self, sequence: Sequence) -> None:
+        """Hand a sequence to the scheduler, or park it until its grammar is compiled."""
+        key = sequence.request.constraint_key
+        if key is not None:
+            try:
+                sequence.matcher = self._grammars.matcher(key)
+            except ConstraintError as error:
+                self._finish(sequence, FinishReason.CONSTRAINT_ERROR, str(error))
+                return
+            if sequence.matcher is None:
+                self._awaiting_grammar[key].append(sequence)
+                return
+        self._scheduler.add(sequence)
+
+    def _finish(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
+        """Take a sequence out of the engine and make its completion."""
+        self._scheduler.finish(sequence)
+        del self._sequences[sequence.request.request_id]
+        self.stats.num_finished += 1
+        sampling, output_ids = sequence.request.sampling, sequence.output_ids
+        self._completions.append(
+            Completion(
+                request_id=sequence.request.request_id,
+                finish_reason=reason,
+                text=self._output_text(sequence),
+                token_ids=tuple(output_ids),
+                logprobs=tuple(sequence.logprobs) if sampling.logprobs else None,
+                error=error,
+                num_prompt_tokens=sequence.num_prompt,
+                num_cached_tokens=sequence.num_cached,
+                seconds=sequence.seconds,
+            )
+        )
+
+    def _output_text(self, sequence: Sequence) -> str:
+        """The output as text, up to the first stop string."""
+        stop = find_stop(sequence.text, sequence.request.sampling.stop)
+        return self._text.decode(sequence.output_ids) if stop is None else sequence.text[:stop]
+
+    def _reject(self, request: Request, reason: FinishReason, error: str, num_prompt: int = 0) -> None:
+        self.stats.num_finished += 1
+        self._completions.append(
+            Completion(request_id=request.request_id, finish_reason=reason, error=error, num_prompt_tokens=num_prompt)
+        )
+
+    def _check_prompt(self, token_ids: array[int]) -> None:
+        if not token_ids:
+            raise PromptError("the prompt has no tokens")
+        if not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
+            raise PromptError(f"the prompt has a token id outside 0 .. {self._vocab_size - 1}")
+
+    def _num_blocks(self, model: Model, block_size: int, kv_cache_bytes: int, max_num_seqs: int) -> int:
+        """Blocks that the memory holds, no more than twice what full batches of the longest sequences fill."""
+        blocks_per_sequence = -(-self.max_model_len // block_size)
+        num_blocks = kv_cache_bytes // model.cache_bytes_per_block(block_size)
+        if num_blocks <= blocks_per_sequence:
+            raise EngineError(
+                f"the KV cache holds {max(0, num_blocks - 1) * block_size} tokens, less than max_model_len "
+                f"{self.max_model_len}: raise engine.kv_cache_gib or lower max_model_len"
+            )
+        return min(num_blocks, 2 * max_num_seqs * blocks_per_sequence + 1)
+
+
+def find_stop(text: str, stop: tuple[str, ...]) -> int | None:
+    """Where the first stop string begins in ``text``; None if there is none."""
+    found = [at for at in (text.find(string) for string in stop) if at >= 0]
+    return min(found, default=None)

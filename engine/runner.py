@@ -1,0 +1,82 @@
+"""Carries a planned step out on the model: plan -> StepBatch -> hidden states -> logits. Knows no sampling, no text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.batch import StepBatch
+from engine.device import to_device
+from engine.models import Model
+from engine.types import Run
+from kernels.api import AttentionBatch
+from schemas.errors import EngineError
+
+
+class Runner:
+    """Owns the KV cache."""
+
+    def __init__(self, model: Model, device: torch.device, *, num_blocks: int, block_size: int) -> None:
+        self._model = model
+        self._device = device
+        self._block_size = block_size
+        try:
+            self._cache = model.alloc_cache(num_blocks, block_size)
+        except (RuntimeError, MemoryError) as error:  # torch raises a RuntimeError on either device
+            size_gib = num_blocks * model.cache_bytes_per_block(block_size) / 2**30
+            raise EngineError(f"no memory for a KV cache of {size_gib:.1f} GiB: lower engine.kv_cache_gib") from error
+
+    @torch.inference_mode()
+    def run(self, runs: Seq[Run], num_decodes: int) -> Tensor:
+        """Compute the runs, decodes first: float32 logits [L, V] of those that reach their sequence's last token."""
+        batch = build_batch(runs, num_decodes, self._block_size, self._device)
+        hidden = self._model.forward(batch, self._cache)
+        return self._model.logits(hidden)
+
+
+def build_batch(runs: Seq[Run], num_decodes: int, block_size: int, device: torch.device) -> StepBatch:
+    """Lay the runs out as flat rows; arrays are made on the host and moved in one transfer."""
+    lens = np.array([run.num_tokens for run in runs], dtype=np.int64)
+    starts = np.array([run.start for run in runs], dtype=np.int64)
+    query_starts = np.zeros(len(runs) + 1, dtype=np.int64)
+    np.cumsum(lens, out=query_starts[1:])
+    row_run = np.repeat(np.arange(len(runs)), lens)
+    positions = np.arange(query_starts[-1]) - np.repeat(query_starts[:-1] - starts, lens)
+    input_ids, block_table = np.empty_like(positions), _block_table(runs)
+    for run, first in zip(runs, query_starts.tolist(), strict=False):
+        tokens = run.sequence.token_ids
+        input_ids[first : first + run.num_tokens] = tokens[run.start : run.start + run.num_tokens]
+    wanted = np.array([run.wants_logits for run in runs], dtype=bool)
+    seq_lens = starts + lens
+    arrays = {
+        "input_ids": input_ids,
+        "positions": positions,
+        "slots": block_table[row_run, positions // block_size] * block_size + positions % block_size,
+        "logits_rows": query_starts[1:][wanted] - 1,
+        "block_table": block_table,
+        "seq_lens": seq_lens,
+        "query_starts": query_starts,
+    }
+    tensors = to_device(arrays, device)
+    attention = AttentionBatch(
+        slots=tensors["slots"],
+        block_table=tensors["block_table"],
+        seq_lens=tensors["seq_lens"],
+        query_starts=tensors["query_starts"],
+        positions=tensors["positions"],
+        query_lens=tuple(lens.tolist()),
+        host_seq_lens=tuple(seq_lens.tolist()),
+        num_decodes=num_decodes,
+    )
+    return StepBatch(tensors["input_ids"], tensors["positions"], tensors["logits_rows"], attention)
+
+
+def _block_table(runs: Seq[Run]) -> np.ndarray:
+    """Block numbers [S, M], padded with 0."""
+    table = np.zeros((len(runs), max(len(run.sequence.block_ids) for run in runs)), dtype=np.int64)
+    for row, run in zip(table, runs, strict=True):
+        row[: len(run.sequence.block_ids)] = run.sequence.block_ids
+    return table

@@ -1,0 +1,76 @@
+"""Draws the next token of each sequence: penalty, grammar mask, then the kernels' filters and draw.
+
+A row's draw depends on its own logits, seed and output position only, never on its neighbours. Knows no text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.device import to_device
+from engine.types import Sequence
+from kernels.api import Kernels, SamplingBatch
+
+
+class Sampler:
+    """Applies requests' sampling parameters to a batch of logits."""
+
+    def __init__(self, kernels: Kernels, device: torch.device) -> None:
+        self._kernels = kernels
+        self._device = device
+
+    @torch.inference_mode()
+    def sample(self, logits: Tensor, sequences: Seq[Sequence], bitmask: Tensor | None) -> list[tuple[int, float]]:
+        """Return a token and its log-probability for each row of float32 ``logits`` [L, V], which is overwritten.
+
+        ``bitmask`` is int32 [L, W] on the host, or None if no row is constrained. Token -1: no token is allowed.
+        """
+        apply_repetition_penalty(logits, sequences)
+        if bitmask is not None:
+            self._kernels.apply_token_bitmask(logits, bitmask.to(self._device, non_blocking=True))
+        tokens, logprobs = self._kernels.sample(logits, build_sampling_batch(sequences, self._device))
+        pairs = torch.stack((tokens.double(), logprobs.double())).tolist()  # one transfer; ids are exact in a double
+        return [(int(token), logprob) for token, logprob in zip(*pairs, strict=True)]
+
+
+def build_sampling_batch(sequences: Seq[Sequence], device: torch.device) -> SamplingBatch:
+    """Gather the sequences' parameters; a filter that none of them uses is left out."""
+    sampling = [sequence.request.sampling for sequence in sequences]
+    integers = {
+        "seeds": np.array([sequence.request.seed for sequence in sequences], dtype=np.int64),
+        "positions": np.array([sequence.num_output for sequence in sequences], dtype=np.int64),
+    }
+    floats = {"temperature": np.array([s.temperature for s in sampling], dtype=np.float32)}
+    is_all_greedy = not floats["temperature"].any()
+    if not is_all_greedy:
+        if any(s.top_k for s in sampling):
+            integers["top_k"] = np.array([s.top_k for s in sampling], dtype=np.int64)
+        if any(s.top_p < 1 for s in sampling):
+            floats["top_p"] = np.array([s.top_p for s in sampling], dtype=np.float32)
+        if any(s.min_p for s in sampling):
+            floats["min_p"] = np.array([s.min_p for s in sampling], dtype=np.float32)
+    tensors = to_device(integers, device) | to_device(floats, device)
+    return SamplingBatch(**tensors, is_all_greedy=is_all_greedy)
+
+
+def apply_repetition_penalty(logits: Tensor, sequences: Seq[Sequence]) -> None:
+    """Divide positive logits of the tokens in prompt and output by the penalty, multiply negative ones (CTRL, eq. 3.2)."""
+    rows, columns, penalties = [], [], []
+    for row, sequence in enumerate(sequences):
+        penalty = sequence.request.sampling.repetition_penalty
+        if penalty != 1.0:
+            seen = np.unique(np.frombuffer(sequence.token_ids, dtype=np.int64))
+            rows.append(np.full(seen.size, row, dtype=np.int64))
+            columns.append(seen)
+            penalties.append(np.full(seen.size, penalty, dtype=np.float32))
+    if not rows:
+        return
+    indices = to_device({"row": np.concatenate(rows), "column": np.concatenate(columns)}, logits.device)
+    penalty_tensor = to_device({"penalty": np.concatenate(penalties)}, logits.device)["penalty"]
+    values = logits[indices["row"], indices["column"]]
+    scaled = torch.where(values > 0, values / penalty_tensor, values * penalty_tensor)
+    logits[indices["row"], indices["column"]] = scaled

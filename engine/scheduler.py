@@ -1,0 +1,151 @@
+"""Continuous batching: who is admitted, what the next step computes, who gives up blocks when none is free.
+
+Decode rows come first, prefill chunks fill the rest of the token budget, a preempted sequence is recomputed later from
+its own tokens. Planning returns a value that ``carry_out`` executes. Knows no tensors, no grammar and no text.
+"""
+
+from collections import deque
+
+from engine.cache import BlockPool, extend_block_hashes
+from engine.types import Run, Sequence, SequenceStatus, StepPlan
+
+
+class Scheduler:
+    """Owns the sequences from ``add`` to ``finish``."""
+
+    def __init__(self, pool: BlockPool, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        self.pool = pool
+        self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)  # so that all decode rows fit into a step
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # in order of admission
+        self._computing: dict[bytes, Sequence] = {}  # prompt blocks that a running sequence is about to compute
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any sequence waits or runs."""
+        return bool(self.waiting or self.running)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence whose tokens, at its full length, fit into the pool."""
+        assert self.pool.num_blocks_for(sequence.num_prompt + sequence.max_tokens) <= self.pool.capacity
+        self.waiting.append(sequence)
+
+    def admit(self) -> list[Sequence]:
+        """Move waiting sequences into the batch, in order, while places and blocks last; returns those moved.
+
+        A sequence whose next missing block is just being computed by another one waits for it: a batch of rows with
+        one system prompt computes it once. It does not hold up those behind it.
+        """
+        num_running = len(self.running)
+        delayed: list[Sequence] = []
+        while self.waiting and len(self.running) < self.max_num_seqs and len(delayed) < self.max_num_seqs:
+            sequence = self.waiting.popleft()
+            hashes = self._usable_hashes(sequence)
+            prefix = self.pool.find_prefix(hashes)
+            if len(prefix) < len(hashes) and hashes[len(prefix)] in self._computing:
+                delayed.append(sequence)
+            elif self._fits(sequence, prefix):
+                self._start(sequence, prefix, hashes)
+            else:
+                self.waiting.appendleft(sequence)
+                break
+        self.waiting.extendleft(reversed(delayed))
+        return self.running[num_running:]
+
+    def plan(self) -> StepPlan:
+        """Decide the next step without changing anything."""
+        decodes = [sequence for sequence in self.running if sequence.num_uncomputed == 1]
+        preempted = self._choose_victims(decodes)
+        runs = [Run(sequence, sequence.num_computed, 1) for sequence in decodes if sequence not in preempted]
+        num_decodes = len(runs)
+        budget = self.max_num_batched_tokens - num_decodes
+        for sequence in self.running:
+            if budget > 0 and sequence.num_uncomputed > 1 and sequence not in preempted:
+                run = Run(sequence, sequence.num_computed, min(budget, sequence.num_uncomputed))
+                runs.append(run)
+                budget -= run.num_tokens
+        return StepPlan(tuple(preempted), tuple(runs), num_decodes)
+
+    def carry_out(self, plan: StepPlan) -> None:
+        """Preempt and allocate as planned."""
+        for sequence in plan.preempted:  # the youngest first, so that the oldest ends up at the queue's head
+            self._leave_batch(sequence)
+            sequence.num_computed = 0
+            sequence.num_preemptions += 1
+            sequence.set_status(SequenceStatus.WAITING)
+            self.waiting.appendleft(sequence)
+        for run in plan.runs:
+            missing = self._num_missing_blocks(run.sequence)
+            run.sequence.block_ids.extend(self.pool.allocate(missing))
+
+    def mark_computed(self, plan: StepPlan) -> None:
+        """Record that the runs' keys and values are stored, and make their full blocks findable."""
+        for run in plan.runs:
+            sequence = run.sequence
+            sequence.num_computed = run.start + run.num_tokens
+            num_full = sequence.num_computed // self.pool.block_size
+            if self.pool.prefix_cache and num_full > sequence.num_registered:
+                extend_block_hashes(sequence.block_hashes, sequence.token_ids, self.pool.block_size)
+                for index in range(sequence.num_registered, num_full):
+                    self.pool.register(sequence.block_ids[index], sequence.block_hashes[index])
+                    self._computing.pop(sequence.block_hashes[index], None)
+                sequence.num_registered = num_full
+
+    def finish(self, sequence: Sequence) -> None:
+        """Take a sequence out, wherever it is, and free its blocks."""
+        if sequence.status is SequenceStatus.RUNNING:
+            self._leave_batch(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+        sequence.set_status(SequenceStatus.FINISHED)
+
+    def _usable_hashes(self, sequence: Sequence) -> list[bytes]:
+        """Hashes of the blocks a prefix hit may cover: at least one token is left to compute."""
+        if not self.pool.prefix_cache:
+            return []
+        extend_block_hashes(sequence.block_hashes, sequence.token_ids, self.pool.block_size)
+        return sequence.block_hashes[: (sequence.num_tokens - 1) // self.pool.block_size]
+
+    def _fits(self, sequence: Sequence, prefix: list[int]) -> bool:
+        """Whether all blocks of the tokens so far are free, and one more for each running sequence."""
+        num_new = self.pool.num_blocks_for(sequence.num_tokens) - len(prefix)
+        return num_new + self.pool.num_free_in(prefix) + len(self.running) <= self.pool.num_free
+
+    def _start(self, sequence: Sequence, prefix: list[int], hashes: list[bytes]) -> None:
+        self.pool.take(prefix)
+        sequence.block_ids.extend(prefix)
+        sequence.block_ids.extend(self.pool.allocate(self._num_missing_blocks(sequence)))
+        sequence.num_registered = len(prefix)
+        sequence.num_computed = len(prefix) * self.pool.block_size
+        if sequence.num_preemptions == 0:
+            sequence.num_cached = sequence.num_computed
+        for block_hash in hashes[len(prefix) :]:
+            self._computing.setdefault(block_hash, sequence)
+        sequence.set_status(SequenceStatus.RUNNING)
+        self.running.append(sequence)
+
+    def _num_missing_blocks(self, sequence: Sequence) -> int:
+        return self.pool.num_blocks_for(sequence.num_tokens) - len(sequence.block_ids)
+
+    def _choose_victims(self, decodes: list[Sequence]) -> list[Sequence]:
+        """The youngest sequences, as many as it takes for the decode rows left to have their blocks."""
+        num_needed = sum(self._num_missing_blocks(sequence) for sequence in decodes)
+        victims: list[Sequence] = []
+        freed: list[int] = []
+        while num_needed > self.pool.num_free + self.pool.num_freed_by(freed):
+            victim = self.running[-1 - len(victims)]
+            victims.append(victim)
+            freed.extend(victim.block_ids)
+            if victim.num_uncomputed == 1:
+                num_needed -= self._num_missing_blocks(victim)
+        return victims
+
+    def _leave_batch(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        for block_hash in sequence.block_hashes[sequence.num_registered :]:
+            if self._computing.get(block_hash) is sequence:
+                del self._computing[block_hash]
+        self.pool.release(sequence.block_ids)
+        del sequence.block_ids[:]
+        sequence.num_registered = 0

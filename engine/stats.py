@@ -1,0 +1,18 @@
+"""Counters of one engine, read by its heartbeat. Knows nothing of what counts them."""
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Totals since the start, but for the two gauges. Owned by the loop; the field names are the heartbeat's."""
+
+    num_running: int = 0  # gauge
+    num_waiting: int = 0  # gauge
+    num_steps: int = 0
+    num_prompt_tokens: int = 0  # of admitted requests, cached ones included
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    num_batched_tokens: int = 0  # rows computed: recomputation after a preemption counts again
+    num_preemptions: int = 0
+    num_finished: int = 0

@@ -1,0 +1,131 @@
+"""The one mutable object of the engine, and what planning says about it. Knows no torch, no grammar, no text."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+from schemas.records import Request
+
+
+class SequenceStatus(StrEnum):
+    """Where a sequence is in its life."""
+
+    WAITING = "waiting"  # for its grammar, or for blocks and a place in the batch
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Matcher(Protocol):
+    """A grammar's state after the output so far; it survives preemption because the tokens do."""
+
+    @property
+    def is_terminated(self) -> bool:
+        """Whether the end token was accepted."""
+
+    def accept(self, token_id: int) -> bool:
+        """Advance by one token; False, and no change, if the grammar does not allow it."""
+
+    def is_at_end(self) -> bool:
+        """Whether the end token is the only one allowed next."""
+
+
+class Detokenizer(Protocol):
+    """Turns tokens into text one by one."""
+
+    def push(self, token_id: int) -> str:
+        """Return the text that this token completes."""
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """A request in the engine. Owned by the scheduler: only it, and the loop's update, change a sequence.
+
+    ``token_ids`` is prompt then output, and every token in it is accepted. The first ``num_computed`` of them have their
+    keys and values in ``block_ids``; the first ``num_registered`` blocks are known to the prefix cache.
+    """
+
+    request: Request
+    token_ids: array[int]
+    num_prompt: int
+    max_tokens: int  # output tokens at most: the request's, clamped by the model's length
+    matcher: Matcher | None = None
+    detokenizer: Detokenizer | None = None
+    status: SequenceStatus = SequenceStatus.WAITING
+    block_ids: array[int] = field(default_factory=lambda: array("q"))
+    block_hashes: list[bytes] = field(default_factory=list)  # of the leading full blocks, computed when first asked for
+    num_computed: int = 0
+    num_registered: int = 0
+    num_cached: int = 0  # prompt tokens found in the prefix cache at the first admission
+    num_preemptions: int = 0
+    text: str = ""  # what the detokenizer has returned; only for sequences with stop strings
+    logprobs: list[float] = field(default_factory=list)
+    admitted_at: float | None = None  # monotonic seconds
+    finished_at: float | None = None
+
+    def set_status(self, status: SequenceStatus) -> None:
+        """Change the status and stamp the time of the first admission and of the end."""
+        assert self.status is not SequenceStatus.FINISHED, "a finished sequence is final"
+        self.status = status
+        if status is SequenceStatus.RUNNING and self.admitted_at is None:
+            self.admitted_at = time.monotonic()
+        if status is SequenceStatus.FINISHED:
+            self.finished_at = time.monotonic()
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens."""
+        return len(self.token_ids)
+
+    @property
+    def num_output(self) -> int:
+        """Output tokens so far; also the index of the next one."""
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Tokens whose keys and values are still missing; 1 while decoding."""
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def output_ids(self) -> array[int]:
+        """The output tokens, end token included (a copy)."""
+        return self.token_ids[self.num_prompt :]
+
+    @property
+    def seconds(self) -> float:
+        """From first admission to the end; 0 for a sequence that was never admitted."""
+        if self.admitted_at is None or self.finished_at is None:
+            return 0.0
+        return self.finished_at - self.admitted_at
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The next ``num_tokens`` tokens of a sequence, computed in one step."""
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+
+    @property
+    def wants_logits(self) -> bool:
+        """Whether the run reaches the sequence's last token, so that the next one can be drawn."""
+        return self.start + self.num_tokens == self.sequence.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What the next step does: whom it preempts, then the runs, the ``num_decodes`` of one token first."""
+
+    preempted: tuple[Sequence, ...]
+    runs: tuple[Run, ...]
+    num_decodes: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of the step."""
+        return sum(run.num_tokens for run in self.runs)

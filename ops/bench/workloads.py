@@ -1,7 +1,7 @@
 """The three labelling workloads and the model shapes that the GPU figures are stated on. Knows no engine.
 
-free: 256 random prompts of 100 to 1,024 tokens, 100 to 1,024 new tokens each, no end of sequence (the public benchmark of
-the small engines). route: 3,080 bank questions, 77 labels in fixed JSON. extract: 1,024 conversations, four bounded fields.
+free: 256 random prompts of 100 to 1,024 tokens, 100 to 1,024 new tokens each, no end of sequence (the public benchmark
+of the small engines). route: 3,080 bank questions, 77 labels in fixed JSON. extract: 1,024 conversations, four fields.
 """
 
 import json

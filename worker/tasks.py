@@ -1,0 +1,190 @@
+"""The one task: run a chunk from message to committed part. Decides what a failure means for the message.
+
+Truth is the job's directory; Redis is asked for hints only. Knows no rows: jobs.results does.
+"""
+
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import structlog
+from celery import shared_task
+from celery.exceptions import Ignore, Reject
+from celery.worker import state
+
+from jobs.finish import try_finish
+from jobs.job import Job
+from jobs.queue import TASK_NAME
+from jobs.results import run_rows
+from schemas.errors import EngineError, Interrupted, JobNotFound, NotFound, StoreError
+from schemas.records import Chunk, Completion, Constraint, Request, RowResult, RowStatus
+from worker.pool import Slot, current_slot
+
+log = structlog.get_logger(__name__)
+
+FLAG_INTERVAL_S = 2.0  # between looks at the job's cancel and pause files
+PROGRESS_INTERVAL_S = 1.0
+REST_S = 15.0
+"""How long a slot rests after the store or the engine failed: no chunk's fault, and a full disk takes time to mend."""
+
+
+@shared_task(bind=True, name=TASK_NAME, acks_late=True, ignore_result=True)
+def run_chunk(task: Any, job_id: str, index: int) -> None:
+    """Run one chunk unless it is committed, cancelled, or in other hands; design.md section 5, hops 2 to 7.
+
+    Returns when the message is done with; raises Reject when it must be delivered again.
+    """
+    slot = current_slot()
+    with structlog.contextvars.bound_contextvars(job=job_id, chunk=index):
+        try:
+            _receive(task.app, slot, job_id, index)
+        except Interrupted as error:
+            if task.request.id in state.revoked:
+                raise Ignore from error  # Celery has acknowledged it already
+            log.info("chunk_given_back")
+            raise Reject(str(error), requeue=True) from error
+        except (StoreError, EngineError, OSError) as error:
+            log.error("chunk_postponed", reason=str(error), rest_s=REST_S)
+            slot.rest(REST_S)
+            raise Reject(str(error), requeue=True) from error
+
+
+def _receive(app: Any, slot: Slot, job_id: str, index: int) -> None:
+    app.on_hop("received")
+    try:
+        job = Job.open(app.store, job_id)
+    except JobNotFound:
+        log.warning("job_is_gone")
+        return
+    if not job.is_committed(index):
+        if job.is_cancelled() or job.is_paused():
+            log.info("chunk_dropped", reason="the job is cancelled or paused")
+            return
+        with app.job_queue.lease(job_id, index) as is_ours:
+            if not is_ours:
+                log.info("chunk_dropped", reason="another worker has its lease")
+                return
+            app.on_hop("leased")
+            if not ChunkRun(app, slot, job, job.chunks[index]).run():
+                return
+    try_finish(job)
+    app.on_hop("finished")
+
+
+class ChunkRun:
+    """One attempt at a chunk under its lease; owned by the slot that runs it."""
+
+    def __init__(self, app: Any, slot: Slot, job: Job, chunk: Chunk) -> None:
+        self._app = app
+        self._slot = slot
+        self._job = job
+        self._chunk = chunk
+        self._token = uuid.uuid4().hex
+        self._job_stop = Throttled(FLAG_INTERVAL_S, lambda: job.is_cancelled() or job.is_paused())
+        self._next_progress_s = 0.0
+        self._has_submitted = False
+
+    def run(self) -> bool:
+        """Commit the chunk's part: True. False: the job was cancelled or paused meanwhile.
+
+        Raises Interrupted when the worker must stop, Reject when the chunk failed and may be tried again, and
+        StoreError, OSError or EngineError, which are not the chunk's fault and are not counted against it.
+        """
+        queue, job_id, index = self._app.job_queue, self._job.job_id, self._chunk.index
+        num_deliveries = queue.count_delivery(job_id, index, self._token)
+        try:
+            self._run_or_park(num_deliveries)
+        except Reject:
+            raise
+        except BaseException as error:
+            queue.uncount_delivery(job_id, index, self._token)
+            if isinstance(error, Interrupted) and not self._slot.is_stopping:
+                log.info("chunk_dropped", reason="the job was cancelled or paused")
+                return False
+            raise
+        finally:
+            queue.clear_progress(job_id, index)
+        queue.forget_deliveries(job_id, index)
+        return True
+
+    def _run_or_park(self, num_deliveries: int) -> None:
+        """A chunk that keeps failing, or keeps killing its workers, is parked: its rows fail and the job goes on."""
+        limit = self._app.settings.jobs.max_chunk_deliveries
+        if num_deliveries > limit:
+            self._park(f"its worker died {limit} times while running this chunk")
+            return
+        try:
+            self._generate()
+        except (Interrupted, EngineError):
+            raise
+        except BaseException as error:  # SystemExit and MemoryError too: they would leave the slot's message unsettled
+            if isinstance(error, (StoreError, OSError)) and not isinstance(error, NotFound):
+                raise
+            log.exception("chunk_failed", delivery=num_deliveries, limit=limit)
+            if num_deliveries < limit:
+                raise Reject(repr(error), requeue=True) from error
+            self._park(f"{type(error).__name__}: {error}")
+
+    def _generate(self) -> None:
+        started_s = time.monotonic()
+        rows = run_rows(
+            self._job,
+            self._chunk,
+            self._submit,
+            is_cancelled=self._is_cancelled,
+            on_progress=self._tell_progress,
+            cancel=self._slot.pool.client.cancel,
+            reader=self._app.reader,
+        )
+        self._app.on_hop("validated")
+        self._commit(rows, parked=False)
+        log.info("chunk_done", rows=len(rows), seconds=round(time.monotonic() - started_s, 3))
+
+    def _park(self, cause: str) -> None:
+        log.error("chunk_parked", reason=cause)
+        self._commit(failed_rows(self._chunk, f"the chunk was parked: {cause}"), parked=True)
+
+    def _commit(self, rows: list[RowResult], parked: bool) -> None:
+        if not self._job.commit_part(self._chunk.index, rows, parked=parked):
+            log.info("chunk_was_committed", reason="another worker was first")
+        self._app.on_hop("committed")
+
+    def _submit(self, request: Request, constraint: Constraint | None) -> Future[Completion]:
+        future: Future[Completion] = self._slot.pool.client.submit(request, constraint)
+        if not self._has_submitted:
+            self._has_submitted = True
+            self._app.on_hop("submitted")
+        return future
+
+    def _is_cancelled(self) -> bool:
+        return self._slot.is_stopping or self._job_stop()
+
+    def _tell_progress(self, counts: Mapping[RowStatus, int]) -> None:
+        if (now_s := time.monotonic()) >= self._next_progress_s:
+            self._next_progress_s = now_s + PROGRESS_INTERVAL_S
+            self._app.job_queue.progress(self._job.job_id, self._chunk.index, counts)
+
+
+class Throttled:
+    """A flag that is looked at once per interval, and stays up."""
+
+    def __init__(self, interval_s: float, look: Callable[[], bool]) -> None:
+        self._interval_s = interval_s
+        self._look = look
+        self._next_s = 0.0
+        self._is_up = False
+
+    def __call__(self) -> bool:
+        """Whether the flag was up at the last look."""
+        if not self._is_up and (now_s := time.monotonic()) >= self._next_s:
+            self._next_s = now_s + self._interval_s
+            self._is_up = self._look()
+        return self._is_up
+
+
+def failed_rows(chunk: Chunk, cause: str) -> list[RowResult]:
+    """A result for each row of a chunk that is given up."""
+    indices = range(chunk.start_row, chunk.start_row + chunk.num_rows)
+    return [RowResult(row_index=row_index, status=RowStatus.FAILED, error=cause) for row_index in indices]

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from engine.client import EngineClient
 from ops.bench.tickets import TicketWorkload
+from schemas.errors import ModelError
 from schemas.model_files import resolve_model
 from schemas.records import ModelRef, Request, Sampling
 from schemas.settings import EngineSettings
@@ -174,14 +175,17 @@ def huggingface_directory(model: ModelRef, cache: Path) -> Path:
 
 def _convert_gguf(path: Path, directory: Path, dtype: str) -> None:
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(directory)
-    model: Any = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-    # What the GGUF route leaves behind would make transformers refuse to save dequantised weights.
-    for leftover in ("hf_quantizer", "is_quantized", "quantization_method"):
-        if hasattr(model, leftover):
-            setattr(model, leftover, None)
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
+    # Not from_pretrained(gguf_file=...): it asks for accelerate, which nothing else here needs.
+    config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
+    loaded = model.load_state_dict(tensors, strict=False)
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    if missing := set(loaded.missing_keys) - tied | set(loaded.unexpected_keys):
+        raise ModelError(f"{path} does not fill transformers' model: {', '.join(sorted(missing))}")
+    model.tie_weights()
     model.to(getattr(torch, dtype)).save_pretrained(directory)
+    AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(directory)

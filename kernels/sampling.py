@@ -46,7 +46,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
 
 
 def first_argmax(logits: Tensor) -> Tensor:
-    """Lowest index of the largest logit of each row of [L, V]: int64 [L]. torch's own scan is 7 times slower on a CPU."""
+    """Lowest index of the largest logit of each row of [L, V]: int64 [L]; 7 times faster than argmax on a CPU."""
     if logits.device.type != "cpu" or logits.shape[1] % SCAN_WIDTH:
         return logits.argmax(dim=-1)  # the first of equals, too
     runs = logits.unflatten(1, (-1, SCAN_WIDTH))

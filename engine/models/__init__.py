@@ -1,1 +1,36 @@
 """Native model code: flat rows in, hidden states out. Knows no requests and no schedules."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engine.batch import StepBatch
+    from engine.models.spec import ModelSpec
+
+    KVCache = list[Tensor]
+    """One tensor [2, num_blocks, block_size, G, D] a layer; only the model looks inside."""
+
+
+class Model(Protocol):
+    """What the runner needs of a model."""
+
+    spec: ModelSpec
+
+    def alloc_cache(self, num_blocks: int, block_size: int) -> KVCache:
+        """Allocate a zeroed cache on the model's device. Raises RuntimeError (torch.OutOfMemoryError) if it does not fit."""
+        ...
+
+    def cache_bytes_per_block(self, block_size: int) -> int:
+        """Bytes that one block of ``block_size`` tokens takes over all layers."""
+        ...
+
+    def forward(self, batch: StepBatch, cache: KVCache) -> Tensor:
+        """Run all rows, write their keys and values; return final-normed hidden states of logits_rows [L, hidden]."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Project ``hidden`` [L, hidden] to float32 logits [L, vocab_size]."""
+        ...

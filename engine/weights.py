@@ -1,0 +1,224 @@
+"""Load a model: safetensors (one file or sharded), GGUF, or random weights. Knows names and layouts, not layers.
+
+Weights are cast to the job's dtype and moved to the device one by one; a tensor nobody asked for is an error.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from engine.gguf_file import GgufFile
+from engine.models import Model
+from engine.models.dense import DenseModel
+from engine.models.spec import ModelSpec
+from kernels.api import Kernels
+from schemas.errors import ModelError
+from schemas.model_files import ModelFiles, read_config, resolve_model
+from schemas.records import ModelRef
+
+RANDOM_STD = 0.02
+
+_UNUSED_TENSORS = re.compile(r"(.*\.)?rotary_emb\.inv_freq|.*\.masked_bias")
+"""Buffers that old checkpoints carry and every implementation recomputes."""
+
+
+class TensorFile(Protocol):
+    """Tensors by Hugging Face name, on the CPU, in the checkpoint's dtype."""
+
+    names: frozenset[str]
+
+    def read(self, name: str) -> Tensor:
+        """Read one tensor."""
+
+
+def load_model(files: ModelFiles | None, ref: ModelRef, kernels: Kernels, device: torch.device) -> Model:
+    """Read spec and weights into a model on ``device``. Raises ModelError with the cause.
+
+    With ``load_format`` "random" only the spec is read; the weights depend on nothing but their names and shapes.
+    """
+    if ref.quantization != "none":
+        raise ModelError(f"quantization {ref.quantization!r} is not implemented: use none")
+    files = files or resolve_model(ref.name, ref.revision)
+    dtype = getattr(torch, ref.dtype)
+    gguf = GgufFile(files.path) if files.layout == "gguf" else None
+    spec = read_spec(files, gguf)
+    if ref.load_format == "random":
+        return DenseModel(spec, RandomWeights(spec, device, dtype), kernels)
+    tensors = GgufTensors(gguf, spec) if gguf else SafetensorsFiles(files.path)
+    source = CheckpointWeights(tensors, device, dtype)
+    model = DenseModel(spec, source, kernels)
+    source.check_all_used(is_head_tied=spec.tie_embeddings)
+    return model
+
+
+def read_spec(files: ModelFiles, gguf: GgufFile | None = None) -> ModelSpec:
+    """Read a model's shape; ``gguf`` saves parsing the file a second time."""
+    if files.layout == "gguf":
+        gguf = gguf or GgufFile(files.path)
+        return ModelSpec.from_gguf(gguf.metadata, frozenset(gguf.tensors))
+    return ModelSpec.from_config(read_config(files.path))
+
+
+class CheckpointWeights:
+    """The WeightSource of a checkpoint; remembers what was asked for."""
+
+    def __init__(self, tensors: TensorFile, device: torch.device, dtype: torch.dtype) -> None:
+        self._tensors, self._device, self._dtype = tensors, device, dtype
+        self._used: set[str] = set()
+
+    def get(self, name: str) -> Tensor:
+        """See WeightSource.get."""
+        if name not in self._tensors.names:
+            raise ModelError(f"the checkpoint has no tensor {name}: it is not complete or not of this architecture")
+        self._used.add(name)
+        return self._tensors.read(name).to(self._device, self._dtype)
+
+    def check_all_used(self, *, is_head_tied: bool) -> None:
+        """Raise ModelError if the checkpoint holds a tensor that the model did not take."""
+        rest = self._tensors.names - self._used - ({"lm_head.weight"} if is_head_tied else set())
+        rest = frozenset(name for name in rest if not _UNUSED_TENSORS.fullmatch(name))
+        if rest:
+            raise ModelError(
+                f"the checkpoint holds {len(rest)} tensors that this architecture does not use, so its results would "
+                f"be wrong: {', '.join(sorted(rest)[:3])} ..."
+            )
+
+
+class SafetensorsFiles:
+    """The TensorFile of a Hugging Face directory: model.safetensors, or shards with an index."""
+
+    def __init__(self, directory: Path) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        self._open_files: dict[str, Any] = {}  # safe_open handles, which carry no types
+        self._file_of: dict[str, str] = {}
+        for path in _shards(directory):
+            try:
+                file: Any = safe_open(path, framework="pt", device="cpu")
+            except (OSError, SafetensorError) as error:
+                raise ModelError(f"cannot read {path}: {error}") from error
+            self._open_files[path.name] = file
+            self._file_of |= dict.fromkeys(file.keys(), path.name)
+        self.names = frozenset(self._file_of)
+
+    def read(self, name: str) -> Tensor:
+        """See TensorFile.read; the file is mapped, so this copies nothing."""
+        tensor: Tensor = self._open_files[self._file_of[name]].get_tensor(name)
+        return tensor
+
+
+def _shards(directory: Path) -> list[Path]:
+    index = directory / "model.safetensors.index.json"
+    if not index.is_file():
+        single = directory / "model.safetensors"
+        if not single.is_file():
+            raise ModelError(f"{directory} holds neither model.safetensors nor {index.name}: no weights to load")
+        return [single]
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise ModelError(f"cannot read {index}: {error!r}") from error
+    if missing := [name for name in names if not (directory / name).is_file()]:
+        raise ModelError(f"{index} names files that are missing: {', '.join(missing)}")
+    return [directory / name for name in names]
+
+
+class GgufTensors:
+    """The TensorFile of a GGUF file: names translated, blocks dequantised to fp32, Llama's q and k rows put back."""
+
+    def __init__(self, file: GgufFile, spec: ModelSpec) -> None:
+        self._file = file
+        self._is_permuted = spec.architecture == "llama"
+        self._num_heads = {"q": spec.num_heads, "k": spec.num_kv_heads}
+        self._gguf_name = {_huggingface_name(name): name for name in file.tensors}
+        self.names = frozenset(self._gguf_name)
+
+    def read(self, name: str) -> Tensor:
+        """See TensorFile.read."""
+        tensor = torch.from_numpy(self._file.read(self._gguf_name[name]))
+        if self._is_permuted and (match := re.search(r"self_attn\.([qk])_proj\.", name)):
+            return unpermute(tensor, self._num_heads[match[1]])
+        return tensor
+
+
+_GGUF_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def _huggingface_name(gguf_name: str) -> str:
+    """Translate a tensor's name; an unknown one stays as it is and is found unused."""
+    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", gguf_name)
+    if not match or match[2] not in _GGUF_NAMES:
+        return gguf_name
+    layer = f"model.layers.{match[1]}." if match[1] is not None else ""
+    return f"{layer}{_GGUF_NAMES[match[2]]}.{match[3]}"
+
+
+def unpermute(tensor: Tensor, num_heads: int) -> Tensor:
+    """Undo llama.cpp's order of q and k rows: interleaved rotary pairs back to halves; rows [H * D] first."""
+    return tensor.view(num_heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+
+
+class RandomWeights:
+    """The WeightSource of a benchmark: normal weights made on the device, norms of one, biases of zero."""
+
+    def __init__(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> None:
+        self._shapes = _shapes(spec)
+        self._device, self._dtype = device, dtype
+
+    def get(self, name: str) -> Tensor:
+        """See WeightSource.get; seeded by the name, so that the order of asking does not matter."""
+        suffix = ".".join(name.split(".")[-2:]) if name.startswith("model.layers.") else name
+        shape = self._shapes[suffix]
+        if name.endswith("norm.weight"):
+            return torch.ones(shape, dtype=self._dtype, device=self._device)
+        if name.endswith(".bias"):
+            return torch.zeros(shape, dtype=self._dtype, device=self._device)
+        seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7])
+        generator = torch.Generator(self._device).manual_seed(seed)
+        weight = torch.empty(shape, dtype=self._dtype, device=self._device)
+        return weight.normal_(0.0, RANDOM_STD, generator=generator)
+
+
+def _shapes(spec: ModelSpec) -> Mapping[str, tuple[int, ...]]:
+    """Shapes by the last two parts of a layer's names, and by full name outside the layers."""
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    linears = {
+        "q_proj": (q_size, hidden),
+        "k_proj": (kv_size, hidden),
+        "v_proj": (kv_size, hidden),
+        "o_proj": (hidden, q_size),
+        "gate_proj": (inner, hidden),
+        "up_proj": (inner, hidden),
+        "down_proj": (hidden, inner),
+    }
+    norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden, "model.norm": hidden}
+    norms |= {"q_norm": spec.head_dim, "k_norm": spec.head_dim}
+    vocab = {"model.embed_tokens.weight": (spec.vocab_size, hidden), "lm_head.weight": (spec.vocab_size, hidden)}
+    return (
+        {f"{name}.weight": shape for name, shape in linears.items()}
+        | {f"{name}.bias": shape[:1] for name, shape in linears.items()}
+        | {f"{name}.weight": (size,) for name, size in norms.items()}
+        | vocab
+    )

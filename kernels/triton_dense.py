@@ -1,0 +1,361 @@
+"""Fused Triton kernels for the dense family on NVIDIA GPUs: norms, rotary, SwiGLU, paged attention, masks, greedy.
+
+The reference is the oracle of each. Everything launched here is safe inside a CUDA graph: grids depend on shapes only,
+lengths are read on the device. Knows no schedules.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.api import AttentionBatch, SamplingBatch
+from kernels.reference import ReferenceKernels
+
+PREFILL_TILE = 128  # query rows (token, head of the group) of one program
+KEY_TILE = 64
+DECODE_ROWS = 16  # smallest tile of the tensor cores: the heads of one group, padded
+NUM_PROGRAMS = 264  # two per streaming multiprocessor of an H100 or H200: decode splits keys until it has so many
+MAX_SPLITS = 16
+
+
+class TritonKernels(ReferenceKernels):
+    """The reference's operations, with the hot ones fused; float16, bfloat16 or float32 on CUDA."""
+
+    name = "triton"
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See Kernels.rms_norm; x [N, width] or [N, heads, width] may be a view with a contiguous last dimension."""
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        width, heads = x.shape[-1], x.shape[1] if x.dim() == 3 else 1
+        rows = x.shape[0] * heads
+        if rows:
+            head_stride = x.stride(1) if x.dim() == 3 else 0
+            _rms_norm[(rows,)](
+                x, weight, out, x.stride(0), head_stride, heads, width, eps, BLOCK=triton.next_power_of_2(width)
+            )
+        return out
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """See Kernels.add_rms_norm; overwrites both inputs."""
+        rows, width = x.shape
+        if rows:
+            _add_rms_norm[(rows,)](x, residual, weight, width, eps, BLOCK=triton.next_power_of_2(width))
+        return x, residual
+
+    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """See Kernels.rotary."""
+        rows, heads, size = q.shape
+        q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device)
+        if rows:
+            total = heads + k.shape[1]
+            _rotary[(rows,)](
+                q, k, q_out, k_out, cos, sin, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
+                heads, k.shape[1], HALF=size // 2, HEADS=triton.next_power_of_2(total),
+            )  # fmt: skip
+        return q_out, k_out
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """See Kernels.silu_mul."""
+        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        out = gate_up.new_empty(rows, width)
+        if rows:
+            _silu_mul[(rows, triton.cdiv(width, 1024))](gate_up, out, width, BLOCK=1024)
+        return out
+
+    def write_kv(self, cache: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """See Kernels.write_kv."""
+        rows, heads, size = k.shape
+        if rows:
+            width = heads * size
+            _write_kv[(rows,)](
+                cache, slots, k, v, k.stride(0), k.stride(1), v.stride(0), v.stride(1), cache.stride(0),
+                size, width, BLOCK=triton.next_power_of_2(width),
+            )  # fmt: skip
+
+    def attention(
+        self, q: Tensor, cache: Tensor, batch: AttentionBatch, *, scale: float, window: int | None = None
+    ) -> Tensor:
+        """See Kernels.attention."""
+        q = q.contiguous()
+        out = torch.empty_like(q)
+        num_decodes = batch.num_decodes
+        if num_decodes:
+            _attend_decode(q, cache, out, batch, scale, window or 0)
+        if len(batch.query_lens) > num_decodes:
+            _attend_prefill(q, cache, out, batch, scale, window or 0)
+        return out
+
+    def apply_token_bitmask(self, logits: Tensor, bitmask: Tensor) -> None:
+        """See Kernels.apply_token_bitmask."""
+        rows, vocab = logits.shape
+        if rows:
+            _apply_bitmask[(rows, triton.cdiv(vocab, 4096))](
+                logits, bitmask, logits.stride(0), bitmask.stride(0), vocab, BLOCK=4096
+            )
+
+    def sample(self, logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
+        """See Kernels.sample; only an all-greedy batch is fused."""
+        if not batch.is_all_greedy:
+            return super().sample(logits, batch)
+        rows, vocab = logits.shape
+        tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+        logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
+        if rows:
+            _greedy[(rows,)](logits, tokens, logprobs, logits.stride(0), vocab, BLOCK=4096)
+        return tokens, logprobs
+
+
+def _attend_prefill(q: Tensor, cache: Tensor, out: Tensor, batch: AttentionBatch, scale: float, window: int) -> None:
+    _, num_heads, head_size = q.shape
+    block_size, kv_heads = cache.shape[2], cache.shape[3]
+    group = triton.next_power_of_2(num_heads // kv_heads)
+    tile_tokens = max(1, PREFILL_TILE // group)
+    first, num_seqs = batch.num_decodes, len(batch.query_lens)
+    num_rows = q.shape[0] - first
+    num_tiles = num_rows // tile_tokens + (num_seqs - first)
+    _paged_attention[(num_tiles, kv_heads, 1)](
+        q, cache, out, out, out, batch.block_table, batch.seq_lens, batch.query_starts,
+        scale * 1.4426950408889634, batch.block_table.stride(0), cache.stride(0), first, num_seqs,
+        KV_HEADS=kv_heads, REAL_GROUP=num_heads // kv_heads, GROUP=group, HEAD=head_size,
+        HEAD_PAD=triton.next_power_of_2(head_size), BLOCK_SIZE=block_size, TILE_TOKENS=tile_tokens,
+        TILE_ROWS=max(DECODE_ROWS, tile_tokens * group), TILE_KEYS=KEY_TILE, WINDOW=window, SPLITS=1, IS_DECODE=False,
+        num_warps=8 if head_size >= 128 else 4, num_stages=2,
+    )  # fmt: skip
+
+
+def _attend_decode(q: Tensor, cache: Tensor, out: Tensor, batch: AttentionBatch, scale: float, window: int) -> None:
+    _, num_heads, head_size = q.shape
+    block_size, kv_heads = cache.shape[2], cache.shape[3]
+    num_seqs = batch.num_decodes
+    group = triton.next_power_of_2(num_heads // kv_heads)
+    splits = min(MAX_SPLITS, triton.next_power_of_2(max(1, NUM_PROGRAMS // (num_seqs * kv_heads))))
+    partial = out if splits == 1 else q.new_empty((num_seqs, num_heads, splits, head_size), dtype=torch.float32)
+    weight = out if splits == 1 else q.new_empty((num_seqs, num_heads, splits), dtype=torch.float32)
+    _paged_attention[(num_seqs, kv_heads, splits)](
+        q, cache, out, partial, weight, batch.block_table, batch.seq_lens, batch.query_starts,
+        scale * 1.4426950408889634, batch.block_table.stride(0), cache.stride(0), 0, num_seqs,
+        KV_HEADS=kv_heads, REAL_GROUP=num_heads // kv_heads, GROUP=group, HEAD=head_size,
+        HEAD_PAD=triton.next_power_of_2(head_size), BLOCK_SIZE=block_size, TILE_TOKENS=1,
+        TILE_ROWS=max(DECODE_ROWS, group), TILE_KEYS=KEY_TILE, WINDOW=window, SPLITS=splits, IS_DECODE=True,
+        num_warps=4, num_stages=3,
+    )  # fmt: skip
+    if splits > 1:
+        _merge_splits[(num_seqs * num_heads,)](
+            partial, weight, out, HEAD=head_size, HEAD_PAD=triton.next_power_of_2(head_size), SPLITS=splits
+        )
+
+
+@triton.jit
+def _paged_attention(
+    q, cache, out, partial, weight, block_table, seq_lens, query_starts, scale_log2, table_stride, value_offset,
+    first_seq, num_seqs,
+    KV_HEADS: tl.constexpr, REAL_GROUP: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, HEAD_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE_TOKENS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr,
+    WINDOW: tl.constexpr, SPLITS: tl.constexpr, IS_DECODE: tl.constexpr,
+):  # fmt: skip
+    """One tile of query rows of one sequence against its keys, for the query heads of one key-value head.
+
+    Online softmax (FlashAttention, Dao et al. 2022); with SPLITS > 1 each program takes a share of the keys and leaves
+    its unnormalised sum and log2-sum-exp2 for _merge_splits (Flash-Decoding).
+    """
+    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if IS_DECODE:
+        seq = tile
+        first_token = 0
+    else:  # the tiles of sequence s start at tile query_starts[s] // TILE_TOKENS + s, counted from first_seq
+        base = tl.load(query_starts + first_seq)
+        low, high = first_seq, num_seqs - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            start_tile = (tl.load(query_starts + middle) - base) // TILE_TOKENS + middle - first_seq
+            if start_tile <= tile:
+                low = middle
+            else:
+                high = middle - 1
+        seq = low
+        first_token = (tile - ((tl.load(query_starts + seq) - base) // TILE_TOKENS + seq - first_seq)) * TILE_TOKENS
+    row_start = tl.load(query_starts + seq)
+    query_len = tl.load(query_starts + seq + 1) - row_start
+    if first_token >= query_len:
+        return
+    seq_len = tl.load(seq_lens + seq)
+    context = seq_len - query_len
+
+    rows = tl.arange(0, TILE_ROWS)
+    tokens = first_token + rows // GROUP
+    group_head = rows % GROUP
+    is_row = (tokens < query_len) & (group_head < REAL_GROUP) & (rows // GROUP < TILE_TOKENS)
+    heads = kv_head * REAL_GROUP + group_head
+    dims = tl.arange(0, HEAD_PAD)
+    row_offsets = ((row_start + tokens) * (KV_HEADS * REAL_GROUP) + heads) * HEAD
+    query = tl.load(q + row_offsets[:, None] + dims[None, :], mask=is_row[:, None] & (dims < HEAD)[None, :], other=0.0)
+    query_positions = context + tokens
+
+    last_key = tl.minimum(seq_len, context + first_token + TILE_TOKENS)
+    first_key = 0
+    if WINDOW > 0:
+        first_key = tl.maximum(0, context + first_token - WINDOW + 1) // TILE_KEYS * TILE_KEYS
+    if SPLITS > 1:
+        share = tl.cdiv(tl.cdiv(last_key - first_key, TILE_KEYS), SPLITS) * TILE_KEYS
+        first_key = first_key + split * share
+        last_key = tl.minimum(last_key, first_key + share)
+
+    best = tl.full([TILE_ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([TILE_ROWS], tl.float32)
+    acc = tl.zeros([TILE_ROWS, HEAD_PAD], tl.float32)
+    for key_start in range(first_key, last_key, TILE_KEYS):
+        keys = key_start + tl.arange(0, TILE_KEYS)
+        is_key = keys < last_key
+        blocks = tl.load(block_table + seq * table_stride + keys // BLOCK_SIZE, mask=is_key, other=0)
+        offsets = ((blocks * BLOCK_SIZE + keys % BLOCK_SIZE) * KV_HEADS + kv_head) * HEAD
+        k = tl.load(cache + offsets[None, :] + dims[:, None], mask=is_key[None, :] & (dims < HEAD)[:, None], other=0.0)
+        scores = tl.dot(query, k, input_precision="ieee") * scale_log2
+        visible = is_key[None, :] & (keys[None, :] <= query_positions[:, None])
+        if WINDOW > 0:
+            visible = visible & (keys[None, :] > query_positions[:, None] - WINDOW)
+        scores = tl.where(visible, scores, float("-inf"))
+        new_best = tl.maximum(best, tl.max(scores, 1))
+        safe_best = tl.where(new_best == float("-inf"), 0.0, new_best)
+        probs = tl.exp2(scores - safe_best[:, None])
+        rescale = tl.exp2(best - safe_best)
+        total = total * rescale + tl.sum(probs, 1)
+        v = tl.load(
+            cache + value_offset + offsets[:, None] + dims[None, :],
+            mask=is_key[:, None] & (dims < HEAD)[None, :],
+            other=0.0,
+        )
+        acc = acc * rescale[:, None] + tl.dot(probs.to(v.dtype), v, input_precision="ieee")
+        best = new_best
+
+    store_mask = is_row[:, None] & (dims < HEAD)[None, :]
+    if SPLITS == 1:
+        acc = acc / total[:, None]
+        tl.store(out + row_offsets[:, None] + dims[None, :], acc.to(out.dtype.element_ty), mask=store_mask)
+    else:
+        split_rows = (seq * (KV_HEADS * REAL_GROUP) + heads) * SPLITS + split
+        mean = tl.where(total[:, None] > 0, acc / total[:, None], 0.0)
+        tl.store(partial + split_rows[:, None] * HEAD + dims[None, :], mean, mask=store_mask)
+        tl.store(weight + split_rows, tl.where(total > 0, best + tl.log2(total), float("-inf")), mask=is_row)
+
+
+@triton.jit
+def _merge_splits(partial, weight, out, HEAD: tl.constexpr, HEAD_PAD: tl.constexpr, SPLITS: tl.constexpr):
+    """Weigh the splits of one query head by their log2-sum-exp2, in split order."""
+    row = tl.program_id(0)
+    splits, dims = tl.arange(0, SPLITS), tl.arange(0, HEAD_PAD)
+    log_weights = tl.load(weight + row * SPLITS + splits)
+    shares = tl.exp2(log_weights - tl.max(log_weights, 0))
+    values = tl.load(
+        partial + (row * SPLITS + splits)[:, None] * HEAD + dims[None, :], mask=(dims < HEAD)[None, :], other=0.0
+    )
+    merged = tl.sum(values * shares[:, None], 0) / tl.sum(shares, 0)
+    tl.store(out + row * HEAD + dims, merged.to(out.dtype.element_ty), mask=dims < HEAD)
+
+
+@triton.jit
+def _rms_norm(x, weight, out, row_stride, head_stride, heads, width, eps, BLOCK: tl.constexpr):
+    row, columns = tl.program_id(0), tl.arange(0, BLOCK)
+    inside = columns < width
+    at = (row // heads) * row_stride + (row % heads) * head_stride
+    values = tl.load(x + at + columns, mask=inside, other=0.0).to(tl.float32)
+    values = values * tl.rsqrt(tl.sum(values * values, 0) / width + eps)
+    scale = tl.load(weight + columns, mask=inside, other=0.0)
+    tl.store(out + row * width + columns, values.to(out.dtype.element_ty) * scale, mask=inside)
+
+
+@triton.jit
+def _add_rms_norm(x, residual, weight, width, eps, BLOCK: tl.constexpr):
+    row, columns = tl.program_id(0), tl.arange(0, BLOCK)
+    inside = columns < width
+    at = row * width + columns
+    summed = tl.load(x + at, mask=inside, other=0.0) + tl.load(residual + at, mask=inside, other=0.0)
+    tl.store(residual + at, summed, mask=inside)
+    values = summed.to(tl.float32)
+    values = values * tl.rsqrt(tl.sum(values * values, 0) / width + eps)
+    scale = tl.load(weight + columns, mask=inside, other=0.0)
+    tl.store(x + at, values.to(x.dtype.element_ty) * scale, mask=inside)
+
+
+@triton.jit
+def _rotary(
+    q,
+    k,
+    q_out,
+    k_out,
+    cos,
+    sin,
+    q_row,
+    q_head,
+    k_row,
+    k_head,
+    q_heads,
+    k_heads,
+    HALF: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    row = tl.program_id(0)
+    heads, dims = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
+    is_query, is_head = heads < q_heads, heads < q_heads + k_heads
+    cosine = tl.load(cos + row * 2 * HALF + dims).to(tl.float32)
+    sine = tl.load(sin + row * 2 * HALF + dims).to(tl.float32)
+    source_q = q + row * q_row + heads * q_head + dims
+    source_k = k + row * k_row + (heads - q_heads) * k_head + dims
+    source = tl.where(is_query, source_q, source_k)
+    first = tl.load(source, mask=is_head, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF, mask=is_head, other=0.0).to(tl.float32)
+    target_q = q_out + (row * q_heads + heads) * 2 * HALF + dims
+    target_k = k_out + (row * k_heads + heads - q_heads) * 2 * HALF + dims
+    target = tl.where(is_query, target_q, target_k)
+    tl.store(target, (first * cosine - second * sine).to(q_out.dtype.element_ty), mask=is_head)
+    tl.store(target + HALF, (second * cosine + first * sine).to(q_out.dtype.element_ty), mask=is_head)
+
+
+@triton.jit
+def _silu_mul(gate_up, out, width, BLOCK: tl.constexpr):
+    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    gate = tl.load(gate_up + row * 2 * width + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * width + width + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * width + columns, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _write_kv(cache, slots, k, v, k_row, k_head, v_row, v_head, value_offset, size, width, BLOCK: tl.constexpr):
+    row, at = tl.program_id(0), tl.arange(0, BLOCK)
+    inside = at < width
+    slot = tl.load(slots + row)
+    head, dim = at // size, at % size
+    target = cache + slot * width + at
+    tl.store(target, tl.load(k + row * k_row + head * k_head + dim, mask=inside), mask=inside)
+    tl.store(target + value_offset, tl.load(v + row * v_row + head * v_head + dim, mask=inside), mask=inside)
+
+
+@triton.jit
+def _apply_bitmask(logits, bitmask, logits_stride, mask_stride, vocab, BLOCK: tl.constexpr):
+    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < vocab
+    words = tl.load(bitmask + row * mask_stride + columns // 32, mask=inside, other=-1)
+    is_banned = ((words >> (columns % 32)) & 1) == 0
+    tl.store(logits + row * logits_stride + columns, float("-inf"), mask=inside & is_banned)
+
+
+@triton.jit
+def _greedy(logits, tokens, logprobs, stride, vocab, BLOCK: tl.constexpr):
+    """Largest logit, lowest index on ties, and its log-softmax; -1 where every logit is -inf."""
+    row = tl.program_id(0).to(tl.int64)
+    best, best_at, total = float("-inf"), 0, 0.0
+    for start in range(0, vocab, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        values = tl.load(logits + row * stride + columns, mask=columns < vocab, other=float("-inf"))
+        block_best = tl.max(values, 0)
+        new_best = tl.maximum(best, block_best)
+        safe_best = tl.where(new_best == float("-inf"), 0.0, new_best)
+        total = total * tl.exp(best - safe_best) + tl.sum(tl.exp(values - safe_best), 0)
+        block_at = tl.min(tl.where(values == block_best, columns, vocab), 0)
+        best_at = tl.where(block_best > best, block_at, best_at)
+        best = new_best
+    is_dead = best == float("-inf")
+    tl.store(tokens + row, tl.where(is_dead, -1, best_at))
+    tl.store(logprobs + row, tl.where(is_dead, float("-inf"), -tl.log(total)))

@@ -52,7 +52,8 @@ class GgufFile:
             row_bytes = tensor.shape[-1] // block_values * block_bytes
             num_rows = prod(tensor.shape[:-1])
             raw = np.frombuffer(self._data, np.uint8, num_rows * row_bytes, tensor.start).reshape(num_rows, row_bytes)
-            return np.asarray(dequantize(raw, kind), np.float32).reshape(tensor.shape)
+            values = np.require(dequantize(raw, kind), np.float32, "W")  # unquantised: a view of the read-only file
+            return values.reshape(tensor.shape)
         except (ValueError, KeyError, NotImplementedError) as error:
             raise ModelError(f"{self.path}: cannot dequantise tensor {name}: {error}") from error
 

@@ -20,7 +20,7 @@ class Model(Protocol):
     spec: ModelSpec
 
     def alloc_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        """Allocate a zeroed cache on the model's device. Raises RuntimeError (torch.OutOfMemoryError) if it does not fit."""
+        """Allocate a zeroed cache on the model's device. Raises RuntimeError or MemoryError if it does not fit."""
         ...
 
     def cache_bytes_per_block(self, block_size: int) -> int:

@@ -51,7 +51,7 @@ class RopeSpec:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "RopeSpec":
-        """Read rope_parameters (transformers 5), or rope_theta and rope_scaling. Raises ModelError naming the unknown."""
+        """Read rope_parameters (transformers 5), or rope_theta and rope_scaling; an unknown one is a ModelError."""
         values = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
         kind = values.pop("rope_type", None) or values.pop("type", None) or "default"
         values.pop("type", None)

@@ -1,0 +1,183 @@
+"""Text to tokens and back: the tokenizer of a checkpoint, its chat template, its end tokens.
+
+The only module that imports transformers. Knows no requests' fate; prompt text is never logged.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerFast
+
+from engine.gguf_file import GgufFile
+from schemas.errors import ModelError, PromptError
+from schemas.model_files import ModelFiles, read_config
+from schemas.records import Message, Request
+
+OPEN_CHARACTER = "\ufffd"
+"""What decoding an unfinished UTF-8 sequence ends with."""
+
+
+class Text:
+    """A model's tokenizer. Raises ModelError if it cannot be read."""
+
+    def __init__(self, files: ModelFiles) -> None:
+        if files.layout == "gguf":
+            metadata = GgufFile(files.path).metadata
+            self.tokenizer = _tokenizer_of_gguf(metadata)
+            end_ids = {metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")}
+        else:
+            self.tokenizer = _tokenizer_of_directory(files.path)
+            end_ids = _configured_end_ids(files.path)
+        end_ids.add(self.tokenizer.eos_token_id)
+        self.eos_token_ids: frozenset[int] = frozenset(token_id for token_id in end_ids if token_id is not None)
+        self.vocab_size: int = max(self.tokenizer.get_vocab().values()) + 1
+
+    def encode_request(self, request: Request) -> list[int]:
+        """Tokenise a request: messages by the chat template, text as it is, token ids untouched.
+
+        Raises PromptError for a conversation that the template refuses, or a model without one.
+        """
+        if request.token_ids is not None:
+            return list(request.token_ids)
+        if request.messages is not None:
+            return self._encode(self.render(request.messages), add_special_tokens=False)
+        return self._encode(request.text or "", add_special_tokens=True)
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """Apply the chat template, up to where the assistant's answer begins."""
+        if not self.tokenizer.chat_template:
+            raise PromptError("the model has no chat template: send plain text (--no-chat)")
+        if not messages:
+            raise PromptError("a conversation needs at least one message")
+        conversation = [{"role": message.role, "content": message.content} for message in messages]
+        try:
+            text = self.tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+        except (TemplateError, TypeError, ValueError) as error:
+            roles = ", ".join(message.role for message in messages)
+            raise PromptError(f"the model's chat template refuses the conversation ({roles}): {error}") from error
+        return str(text)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Decode, leaving special tokens out; bytes that are no UTF-8 become U+FFFD."""
+        return str(self.tokenizer.backend_tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def detokenizer(self) -> "IncrementalDetokenizer":
+        """Return a decoder for one sequence of output tokens."""
+        return IncrementalDetokenizer(self)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        ids: list[int] = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+
+class IncrementalDetokenizer:
+    """Decodes token by token: what ``push`` and a last ``flush`` return adds up to ``Text.decode`` of all tokens."""
+
+    def __init__(self, text: Text) -> None:
+        self._text = text
+        self._token_ids: list[int] = []
+        self._start = 0  # the last tokens already shown are decoded again: a token's text may depend on its left
+        self._shown = 0  # tokens whose text was returned
+
+    def push(self, token_id: int) -> str:
+        """Return the text that ``token_id`` completes; "" while a character is open."""
+        self._token_ids.append(token_id)
+        return self._advance(is_last=False)
+
+    def flush(self) -> str:
+        """Return what is left at the end: an unfinished character as U+FFFD."""
+        return self._advance(is_last=True)
+
+    def _advance(self, *, is_last: bool) -> str:
+        before = self._text.decode(self._token_ids[self._start : self._shown])
+        after = self._text.decode(self._token_ids[self._start :])
+        if len(after) <= len(before) or (after.endswith(OPEN_CHARACTER) and not is_last):
+            return ""
+        self._start, self._shown = self._shown, len(self._token_ids)
+        return after[len(before) :]
+
+
+def _tokenizer_of_directory(directory: Path) -> PreTrainedTokenizerFast:
+    if not (directory / "tokenizer.json").is_file():
+        raise ModelError(f"{directory} holds no tokenizer.json: convert the tokenizer with transformers first")
+    try:
+        return PreTrainedTokenizerFast.from_pretrained(str(directory))
+    except Exception as error:  # the Rust tokenizer raises it bare for a malformed file
+        raise ModelError(f"cannot read the tokenizer of {directory}: {error}") from error
+
+
+def _configured_end_ids(directory: Path) -> set[int | None]:
+    """End tokens of generation_config.json, or of config.json where it names none."""
+    path = directory / "generation_config.json"
+    try:
+        configured = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+    except (OSError, ValueError, AttributeError) as error:
+        raise ModelError(f"cannot read {path}: {error}") from error
+    if configured is None:
+        configured = read_config(directory).get("eos_token_id")
+    return set(configured) if isinstance(configured, list) else {configured}
+
+
+_GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SPLITS = {
+    "gpt-2": _GPT2_SPLIT,
+    "smollm": _GPT2_SPLIT,
+    "llama-bpe": _LLAMA3_SPLIT,
+    "qwen2": _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}"),
+}
+"""How llama.cpp's pre-tokenizers cut text before the merges, by their names in GGUF files."""
+
+_CONTROL, _USER_DEFINED = 3, 4
+"""GGUF token types that are matched before anything is cut."""
+
+
+def _tokenizer_of_gguf(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
+    """Rebuild a byte-level BPE tokenizer. Raises ModelError for another kind, or an unknown pre-tokenizer.
+
+    transformers' own GGUF route leaves the pre-tokenizer's digit step out, so that numbers get other tokens.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, processors
+
+    kind, name = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "gpt-2")
+    if kind != "gpt2" or name not in _SPLITS:
+        raise ModelError(f"GGUF tokenizer {kind!r} with pre-tokenizer {name!r} is not implemented: use safetensors")
+    tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
+    merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
+    vocab = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=name == "llama-bpe"))
+    tokenizer.pre_tokenizer = _pre_tokenizer(name)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens(
+        [
+            AddedToken(token, special=kind == _CONTROL, normalized=False)
+            for token, kind in zip(tokens, types, strict=True)
+            if kind in (_CONTROL, _USER_DEFINED)
+        ]
+    )
+    named = _named_tokens(metadata, tokens)
+    if metadata.get("tokenizer.ggml.add_bos_token") and "bos_token" in named:
+        bos = named["bos_token"]
+        tokenizer.post_processor = processors.TemplateProcessing(f"{bos} $A", special_tokens=[(bos, vocab[bos])])
+    template = metadata.get("tokenizer.chat_template")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, chat_template=template, **named
+    )
+
+
+def _pre_tokenizer(name: str) -> Any:
+    from tokenizers import Regex
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
+
+    steps = [Split(Regex(_SPLITS[name]), "isolated"), ByteLevel(add_prefix_space=False, use_regex=False)]
+    return Sequence([Digits(individual_digits=True), *steps] if name == "smollm" else steps)
+
+
+def _named_tokens(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, str]:
+    """The tokens that GGUF metadata give a role, under transformers' names."""
+    roles = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+    ids = {role: metadata.get(f"tokenizer.ggml.{name}_token_id") for name, role in roles.items()}
+    return {role: tokens[token_id] for role, token_id in ids.items() if token_id is not None}

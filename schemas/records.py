@@ -242,7 +242,7 @@ class RowResult(Record):
 
     row_index: int
     status: RowStatus
-    raw: str | None = None
+    raw: str | list[str] | None = None  # a list, as ``value``, if the job asks for several completions
     value: Any = None
     error: str | None = None
     finish_reason: FinishReason | None = None

@@ -1,0 +1,171 @@
+"""The end of a job: output files in input order, counts, the success file. Whoever commits a part may try it.
+
+Two finishers write the same content; the success file, created last and exclusively, is the end. Knows no queue.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager, suppress
+from datetime import UTC, datetime
+from itertools import groupby
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from jobs.arrow_types import output_names, result_fields, row_column
+from jobs.job import OUTPUT, SUCCESS_FILE, Job, OutputFile, Success, shard_names
+from jobs.source import ChunkReader
+from jobs.store import Store, exists, open_store
+from schemas.errors import AlreadyExists, JobError, StoreError
+from schemas.records import Chunk, JobState, RowStatus, encode_json
+
+JOB_KEY = b"nightmill.job_id"
+ROW_GROUP_ROWS, ROW_GROUP_BYTES = 65_536, 128 * 2**20
+MAX_ERROR_KINDS = 10_000
+GOOD = frozenset({RowStatus.OK, RowStatus.CLOSED, RowStatus.SKIPPED})
+
+
+def try_finish(job: Job) -> bool:
+    """Write the outputs and the success file if every chunk is committed. True: the job is finished, by whomever.
+
+    Raises JobError if parts, plan and input contradict each other, StoreError if the output cannot be written.
+    """
+    if exists(job.store, SUCCESS_FILE):
+        return True
+    if job.pending():
+        return False
+    tally = _Tally()
+    outputs = tuple(_write_outputs(job, tally))
+    counts = dict(tally.statuses)
+    if sum(counts.values()) != job.num_rows:
+        raise JobError(f"{job.job_id}: {sum(counts.values())} rows came out of {job.num_rows}: {counts}")
+    success = Success(
+        job_id=job.job_id,
+        state=final_state(counts),
+        num_rows=job.num_rows,
+        counts=counts,
+        outputs=outputs,
+        finished=datetime.now(UTC).isoformat(timespec="seconds"),
+        commonest_error=tally.commonest_error(),
+    )
+    with suppress(AlreadyExists):
+        job.store.create(SUCCESS_FILE, encode_json(success))
+    return True
+
+
+def final_state(counts: dict[RowStatus, int]) -> JobState:
+    """Return how a job with these rows ended: failed if rows were asked about and none got a label."""
+    num_bad = sum(count for status, count in counts.items() if status not in GOOD)
+    num_labelled = counts.get(RowStatus.OK, 0) + counts.get(RowStatus.CLOSED, 0)
+    if num_bad == 0:
+        return JobState.DONE
+    return JobState.DONE_WITH_ERRORS if num_labelled else JobState.FAILED
+
+
+def output_store(job: Job) -> tuple[Store, str]:
+    """Return where the job's output files go: a store and the prefix of their keys in it."""
+    return (job.store, f"{OUTPUT}/") if job.output is None else (open_store(job.output), "")
+
+
+class _Tally:
+    """Counts over the rows that were written; owned by one finisher."""
+
+    def __init__(self) -> None:
+        self.statuses: Counter[RowStatus] = Counter()
+        self.errors: Counter[str] = Counter()
+
+    def add(self, statuses: pa.ChunkedArray, errors: pa.ChunkedArray) -> None:
+        """Count the rows of one chunk."""
+        self.statuses.update(RowStatus(status) for status in statuses.to_pylist())
+        if errors.null_count == len(errors):
+            return
+        for status, error in zip(statuses.to_pylist(), errors.to_pylist(), strict=True):
+            if error is not None and len(self.errors) < MAX_ERROR_KINDS:
+                self.errors[f"{status}: {error}"] += 1
+
+    def commonest_error(self) -> str | None:
+        """Return the commonest status and error, with how often it came."""
+        if not self.errors:
+            return None
+        text, count = self.errors.most_common(1)[0]
+        return f"{text} ({count} rows)"
+
+
+def _write_outputs(job: Job, tally: _Tally) -> Iterator[OutputFile]:
+    """Write one output file for each input file that has rows in the job, or that is empty itself."""
+    store, prefix = output_store(job)
+    chunks_of = {index: list(chunks) for index, chunks in groupby(job.chunks, key=lambda chunk: chunk.input_index)}
+    with closing(ChunkReader()) as reader:
+        for index, name in enumerate(shard_names(job.spec.inputs)):
+            chunks = chunks_of.get(index, [])
+            if not chunks and job.spec.inputs[index].num_rows:
+                continue  # beyond --limit
+            yield _write_output(job, store, prefix + name, _labelled_chunks(job, chunks, reader, tally))
+    if job.output is not None:
+        store.sweep()
+
+
+def _write_output(job: Job, store: Store, key: str, tables: Iterable[pa.Table]) -> OutputFile:
+    """Stream one output file; memory holds one row group."""
+    _refuse_foreign(job, store, key)
+    num_rows = 0
+    with _open_parquet_writer(store, key, output_schema(job)) as writer:
+        for table in _row_groups(tables):
+            writer.write_table(table, row_group_size=max(1, table.num_rows))
+            num_rows += table.num_rows
+    entry = store.stat(key)
+    return OutputFile(uri=store.locate(key), num_rows=num_rows, size_bytes=entry.size_bytes if entry else 0)
+
+
+@contextmanager
+def _open_parquet_writer(store: Store, key: str, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
+    with store.open_writer(key) as sink:
+        writer = pq.ParquetWriter(sink, schema, compression="zstd", write_page_checksum=True)
+        yield writer
+        writer.close()  # not in a finally: a footer would make half a file look whole
+
+
+def output_schema(job: Job) -> pa.Schema:
+    """Return the columns of the output: the input's kept ones as they were, then the job's."""
+    kept = job.input_schema.names if job.spec.columns is None else job.spec.columns
+    fields = [job.input_schema.field(name) for name in kept] + result_fields(job.spec)
+    return pa.schema(fields, {**(job.input_schema.metadata or {}), JOB_KEY: job.job_id.encode()})
+
+
+def _labelled_chunks(job: Job, chunks: list[Chunk], reader: ChunkReader, tally: _Tally) -> Iterator[pa.Table]:
+    """Yield each chunk's input rows with its results beside them."""
+    schema, added = output_schema(job), output_names(job.spec.output_column)
+    kept = [name for name in schema.names if name not in added]
+    for chunk in chunks:
+        results = job.read_part(chunk.index)
+        numbers = results[row_column(job.spec.output_column)].to_pylist()
+        if numbers != list(range(chunk.start_row, chunk.start_row + chunk.num_rows)):
+            raise JobError(f"part {chunk.index} of {job.job_id} does not hold its rows: delete it and resume the job")
+        tally.add(results[added[2]], results[added[3]])
+        rows = pa.Table.from_batches(job.read_batches(chunk, kept, reader)).columns if kept else []
+        yield pa.Table.from_arrays([*rows, *(results[name] for name in added)], schema=schema)
+
+
+def _row_groups(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """Gather chunks into row groups that are neither many nor large."""
+    held: list[pa.Table] = []
+    for table in tables:
+        held.append(table)
+        if sum(t.num_rows for t in held) >= ROW_GROUP_ROWS or sum(t.nbytes for t in held) >= ROW_GROUP_BYTES:
+            yield pa.concat_tables(held)
+            held = []
+    if held:
+        yield pa.concat_tables(held)
+
+
+def _refuse_foreign(job: Job, store: Store, key: str) -> None:
+    """Raise StoreError rather than replace a file that this job did not write."""
+    if not exists(store, key):
+        return
+    with store.open_reader(key) as source:
+        try:
+            owner = (pq.ParquetFile(source).metadata.metadata or {}).get(JOB_KEY, b"").decode()
+        except (pa.ArrowException, OSError):
+            owner = "?"
+    if owner != job.job_id:
+        raise StoreError(f"{store.locate(key)} is not {job.job_id}'s: move it away, or choose another --output")

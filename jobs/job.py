@@ -1,0 +1,336 @@
+"""A job's directory: spec, plan, parts, markers. A part's existence means that its chunk is done; nothing else does.
+
+Knows no queue, no engine and no prompts.
+"""
+
+import contextlib
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from typing import Any, Self, TypeVar
+
+import msgspec
+import pyarrow as pa
+
+from jobs.arrow_types import output_names, row_column
+from jobs.parts import PartInfo, encode_part, read_part, read_part_info
+from jobs.plan import Plan, check_format_version, decode_plan, encode_plan
+from jobs.source import ChunkReader, check_columns, scan_schema
+from jobs.store import Store, absolute_location, exists, open_store, probe
+from schemas.errors import AlreadyExists, InputDataError, JobError, JobNotFound, NotFound
+from schemas.records import (
+    FORMAT_VERSION,
+    Chunk,
+    InputFile,
+    JobSpec,
+    JobState,
+    Record,
+    RowResult,
+    RowStatus,
+    decode_json,
+    encode_json,
+)
+
+JOB_FILE, PLAN_FILE, SUCCESS_FILE = "job.json", "plan.parquet", "_SUCCESS.json"
+PARTS, PARKED, OUTPUT = "parts", "parked", "output"
+CANCELLED, PAUSED = "_cancelled", "_paused"
+PART_NAME = re.compile(r"part-(\d+)\.parquet")
+JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+T = TypeVar("T")
+
+
+class JobFile(Record):
+    """The content of ``job.json``, written once. Only ``spec`` is the job's identity."""
+
+    spec: JobSpec
+    created: str  # UTC, ISO 8601
+    output: str | None = None  # where the final files go; None: inside the job directory
+    format_version: int = FORMAT_VERSION
+
+
+class OutputFile(Record):
+    """One finished output file."""
+
+    uri: str
+    num_rows: int
+    size_bytes: int
+
+
+class Success(Record):
+    """The content of ``_SUCCESS.json``, written last and once."""
+
+    job_id: str
+    state: JobState
+    num_rows: int
+    counts: dict[RowStatus, int]
+    outputs: tuple[OutputFile, ...]
+    finished: str  # UTC, ISO 8601
+    commonest_error: str | None = None
+    format_version: int = FORMAT_VERSION
+
+
+class Job:
+    """A job as its directory has it. Threads and processes may share a directory; commits decide who was first."""
+
+    def __init__(self, store: Store, file: JobFile, plan: Plan) -> None:
+        """``store`` is the job's own directory; use ``create`` or ``open``."""
+        self.store = store
+        self.spec = file.spec
+        self.job_id = file.spec.job_id
+        self.created = file.created
+        self.output = file.output
+        self.chunks = plan.chunks
+        self.input_schema: pa.Schema = plan.input_schema
+        self._infos: dict[str, PartInfo] = {}  # parts never change, parked ones may
+
+    @classmethod
+    def create(
+        cls,
+        store: Store,
+        spec: JobSpec,
+        chunks: Sequence[Chunk],
+        *,
+        input_schema: pa.Schema | None = None,
+        output: str | None = None,
+    ) -> Self:
+        """Create the job's directory under the jobs root, or attach to it if the same job is there already.
+
+        An attached job keeps its chunks. ``input_schema`` is read from the input files if not given.
+        Raises JobError if the directory holds something else, InputDataError for columns that clash.
+        """
+        if not JOB_NAME.fullmatch(spec.name):
+            raise JobError(f"job name {spec.name!r} must begin with a letter or digit and hold only those and . _ -")
+        input_schema = scan_schema(spec.inputs) if input_schema is None else input_schema
+        check_output_columns(spec, input_schema)
+        output = None if output is None else absolute_location(output)
+        _check_output(spec.inputs, output)
+        directory = store.within(spec.job_id)
+        if not exists(directory, JOB_FILE):
+            probe(directory)
+            plan = encode_plan(spec.job_id, Plan(tuple(chunks), input_schema))
+            file = JobFile(spec=spec, created=datetime.now(UTC).isoformat(timespec="seconds"), output=output)
+            for key, data in ((PLAN_FILE, plan), (JOB_FILE, encode_json(file))):
+                _create_or_keep(directory, key, data)
+        job = cls.open(store, spec.job_id)
+        if job.spec != spec:
+            raise JobError(f"{directory.locate('')} holds another job than the one submitted: give it another name")
+        if output not in (None, job.output):
+            raise JobError(
+                f"{job.job_id} exists and writes to {job.output or directory.locate(OUTPUT)}, not to {output}: "
+                "leave out --output, or give the job another name"
+            )
+        return job
+
+    @classmethod
+    def open(cls, store: Store, job_id: str) -> Self:
+        """Open an existing job. Raises JobNotFound, JobError if its files cannot be used."""
+        directory = store.within(job_id)
+        try:
+            if not JOB_NAME.fullmatch(job_id):
+                raise NotFound(job_id)
+            data = directory.read(JOB_FILE)
+        except NotFound as error:
+            raise JobNotFound(f"no job {job_id!r} under {store.locate('')}") from error
+        file = _decode(data, JobFile, directory.locate(JOB_FILE))
+        if file.spec.job_id != job_id:
+            raise JobError(f"{directory.locate(JOB_FILE)} was changed: its spec is that of {file.spec.job_id}")
+        return cls(directory, file, decode_plan(job_id, directory.read(PLAN_FILE)))
+
+    @staticmethod
+    def list_ids(store: Store) -> list[str]:
+        """Return the ids of all jobs under a jobs root, sorted."""
+        return [name for name in store.list() if name[0] not in "._" and exists(store, f"{name}/{JOB_FILE}")]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the job: all of its chunks'."""
+        return sum(chunk.num_rows for chunk in self.chunks)
+
+    def read_rows(
+        self, chunk: Chunk, columns: Sequence[str], reader: ChunkReader | None = None
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the chunk's input rows with ``columns``. Raises JobError if the input changed since submit."""
+        for batch in self.read_batches(chunk, columns, reader):
+            yield from batch.to_pylist()
+
+    def read_batches(
+        self, chunk: Chunk, columns: Sequence[str], reader: ChunkReader | None = None
+    ) -> list[pa.RecordBatch]:
+        """Return the chunk's input rows as record batches; a ``reader`` shared by chunks decodes a row group once."""
+        own = ChunkReader() if reader is None else None
+        try:
+            file = self.spec.inputs[chunk.input_index]
+            return (reader or own or ChunkReader()).read(
+                file, self.input_schema, chunk.start_row, chunk.num_rows, columns
+            )
+        finally:
+            if own is not None:
+                own.close()
+
+    def committed(self) -> frozenset[int]:
+        """Return the chunks that have a part or a parked part."""
+        return self.parts() | self.parked()
+
+    def parts(self) -> frozenset[int]:
+        """Return the chunks that have a part."""
+        return self._indices(PARTS)
+
+    def parked(self) -> frozenset[int]:
+        """Return the chunks given up on; a part that came later wins over it."""
+        return self._indices(PARKED)
+
+    def pending(self) -> tuple[int, ...]:
+        """Return the chunks that have neither part nor parked part, in order."""
+        committed = self.committed()
+        return tuple(chunk.index for chunk in self.chunks if chunk.index not in committed)
+
+    def is_committed(self, index: int) -> bool:
+        """Say whether the chunk has a part or a parked part."""
+        return any(exists(self.store, part_key(index, directory)) for directory in (PARTS, PARKED))
+
+    def commit_part(self, index: int, rows: Sequence[RowResult], *, parked: bool = False) -> bool:
+        """Commit a chunk's results by exclusive creation. False: somebody was first, and theirs stand.
+
+        Raises JobError if ``rows`` are not exactly the chunk's, StoreError if they cannot be written.
+        """
+        data = encode_part(self.spec, self.chunks[index], rows, is_parked=parked)
+        if parked and self.is_committed(index):
+            return False
+        try:
+            self.store.create(part_key(index, PARKED if parked else PARTS), data)
+        except AlreadyExists:
+            return False
+        return True
+
+    def read_part(self, index: int) -> pa.Table:
+        """Return a chunk's results, checked against job, plan and checksum. Raises NotFound, JobError."""
+        key = self._key_of(index, self.parts())
+        with self.store.open_reader(key) as source:
+            return read_part(source, self.store.locate(key), self.spec, self.chunks[index])
+
+    def part_info(self, index: int) -> PartInfo:
+        """Return what a chunk's part says of itself. Raises NotFound, JobError."""
+        return self._info(self._key_of(index, self.parts()))
+
+    def counts(self) -> dict[RowStatus, int]:
+        """Return the number of committed rows by status, from the parts' footers."""
+        parts = self.parts()
+        counts: Counter[RowStatus] = Counter()
+        for index in parts | self.parked():
+            counts.update(self._info(self._key_of(index, parts)).counts)
+        return dict(counts)
+
+    def success(self) -> Success | None:
+        """Return how the job ended, or None if it has not."""
+        try:
+            data = self.store.read(SUCCESS_FILE)
+        except NotFound:
+            return None
+        return _decode(data, Success, self.store.locate(SUCCESS_FILE))
+
+    def state(self) -> JobState:
+        """Return where the job stands, from its files alone."""
+        if (success := self.success()) is not None:
+            return success.state
+        if self.is_cancelled():
+            return JobState.CANCELLED
+        if self.is_paused():
+            return JobState.PAUSED
+        return JobState.RUNNING if self.committed() else JobState.QUEUED
+
+    def cancel(self) -> None:
+        """Ask everybody to stop; parts stay, and ``uncancel`` goes on from them."""
+        _create_or_keep(self.store, CANCELLED, b"")
+
+    def uncancel(self) -> None:
+        """Take back ``cancel``."""
+        self.store.delete(CANCELLED)
+
+    def is_cancelled(self) -> bool:
+        """Say whether the job was cancelled."""
+        return exists(self.store, CANCELLED)
+
+    def pause(self) -> None:
+        """Ask that no chunk be started."""
+        _create_or_keep(self.store, PAUSED, b"")
+
+    def unpause(self) -> None:
+        """Take back ``pause``."""
+        self.store.delete(PAUSED)
+
+    def is_paused(self) -> bool:
+        """Say whether the job is paused."""
+        return exists(self.store, PAUSED)
+
+    def unpark(self) -> tuple[int, ...]:
+        """Make the chunks that were given up on pending again and return them; a finished job is open again."""
+        indices = tuple(sorted(self.parked() - self.parts()))
+        if indices:
+            self.store.delete(SUCCESS_FILE)  # first: a crash after it leaves a job that finishes as it was
+        for index in indices:
+            self.store.delete(part_key(index, PARKED))
+            self._infos.pop(part_key(index, PARKED), None)
+        return indices
+
+    def _indices(self, directory: str) -> frozenset[int]:
+        matches = (PART_NAME.fullmatch(name) for name in self.store.list(directory))
+        return frozenset(int(match[1]) for match in matches if match) & frozenset(range(len(self.chunks)))
+
+    def _key_of(self, index: int, parts: frozenset[int]) -> str:
+        return part_key(index, PARTS if index in parts else PARKED)
+
+    def _info(self, key: str) -> PartInfo:
+        if key not in self._infos:
+            with self.store.open_reader(key) as source:
+                self._infos[key] = read_part_info(source, self.store.locate(key))
+        return self._infos[key]
+
+
+def part_key(index: int, directory: str = PARTS) -> str:
+    """Return the key of a chunk's part in the job's store."""
+    return f"{directory}/part-{index:05d}.parquet"
+
+
+def check_output_columns(spec: JobSpec, input_schema: pa.Schema) -> None:
+    """Refuse output columns that the input has, and kept or gold columns that it lacks. Raises InputDataError."""
+    check_columns(spec.columns or (), input_schema, "--columns")
+    check_columns([spec.gold_column] if spec.gold_column else [], input_schema, "--gold")
+    taken = sorted({*output_names(spec.output_column), row_column(spec.output_column)} & set(input_schema.names))
+    if taken:
+        raise InputDataError(
+            f"the input has a column {', '.join(map(repr, taken))} already, which the job would add: "
+            f"choose another name with --output-column (now {spec.output_column!r})"
+        )
+
+
+def shard_names(inputs: Sequence[InputFile]) -> tuple[str, ...]:
+    """Return the name of each input's output file: the input's own, numbered where two share one."""
+    names = [re.sub(r"\.(parquet|parq|pq)$", "", file.uri.rsplit("/", 1)[-1], flags=re.IGNORECASE) for file in inputs]
+    is_unique = len({name.lower() for name in names}) == len(names)
+    # names that begin with . or _ would be invisible to dataset readers
+    safe = [name if name[:1] not in ("", ".", "_") else f"part{name}" for name in names]
+    return tuple(f"{name}.parquet" if is_unique else f"{i:05d}-{name}.parquet" for i, name in enumerate(safe))
+
+
+def _check_output(inputs: Sequence[InputFile], output: str | None) -> None:
+    if output is None:
+        return
+    place = open_store(output)
+    for file, name in zip(inputs, shard_names(inputs), strict=True):
+        if place.locate(name) == file.uri:
+            raise JobError(f"the output would overwrite the input {file.uri}: choose another --output")
+
+
+def _create_or_keep(store: Store, key: str, data: bytes) -> None:
+    with contextlib.suppress(AlreadyExists):
+        store.create(key, data)
+
+
+def _decode(data: bytes, kind: type[T], where: str) -> T:
+    try:
+        check_format_version(where, msgspec.json.decode(data)["format_version"])
+        return decode_json(data, kind)
+    except (msgspec.MsgspecError, KeyError, TypeError) as error:
+        raise JobError(f"{where} cannot be read: {error}") from error

@@ -1,0 +1,93 @@
+"""Part files: the committed results of one chunk, with who wrote them and what is in them. Knows no directories."""
+
+import functools
+import hashlib
+import importlib.metadata
+import io
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from jobs.arrow_types import output_names, results_table, row_column
+from jobs.plan import check_format_version
+from schemas.errors import JobError
+from schemas.records import FORMAT_VERSION, Chunk, JobSpec, Record, RowResult, RowStatus
+
+INFO_KEY = b"nightmill.part"
+
+
+class PartInfo(Record):
+    """What a part says of itself in its footer."""
+
+    job_id: str  # holds the hash of the whole spec: the job's fingerprint
+    chunk: Chunk
+    counts: dict[RowStatus, int]
+    checksum: str  # over row numbers, statuses, labels and raw texts
+    is_parked: bool = False
+    format_version: int = FORMAT_VERSION
+
+
+def encode_part(spec: JobSpec, chunk: Chunk, rows: Sequence[RowResult], *, is_parked: bool = False) -> bytes:
+    """Write a chunk's results as a Parquet file. Raises JobError unless they are exactly its rows, in order."""
+    expected = range(chunk.start_row, chunk.start_row + chunk.num_rows)
+    if [row.row_index for row in rows] != list(expected):
+        found = f"{len(rows)} rows" if len(rows) != chunk.num_rows else "others, or in another order"
+        raise JobError(f"{spec.job_id} chunk {chunk.index} needs rows {expected.start} to {expected.stop}, got {found}")
+    try:
+        table = results_table(spec, chunk.index, rows, _version())
+    except (pa.ArrowException, OverflowError) as error:
+        raise JobError(f"{spec.job_id} chunk {chunk.index}: a result does not fit its column: {error}") from error
+    info = PartInfo(
+        job_id=spec.job_id,
+        chunk=chunk,
+        counts=dict(Counter(row.status for row in rows)),
+        checksum=_checksum(spec, table),
+        is_parked=is_parked,
+    )
+    sink = io.BytesIO()
+    table = table.replace_schema_metadata({INFO_KEY: msgspec.json.encode(info)})
+    pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
+    return sink.getvalue()
+
+
+def read_part_info(source: pa.NativeFile, where: str) -> PartInfo:
+    """Read a part's footer. Raises JobError if it is damaged or not a part."""
+    try:
+        metadata = pq.ParquetFile(source).metadata.metadata or {}
+        raw = metadata[INFO_KEY]
+        check_format_version(where, msgspec.json.decode(raw)["format_version"])
+        return msgspec.json.decode(raw, type=PartInfo)
+    except (pa.ArrowException, OSError, KeyError, msgspec.MsgspecError) as error:
+        raise JobError(f"{where} is damaged or not a part of a job: {error}. Delete it and resume the job") from error
+
+
+def read_part(source: pa.NativeFile, where: str, spec: JobSpec, chunk: Chunk) -> pa.Table:
+    """Read a part and check that it is this job's, this chunk's and unharmed. Raises JobError."""
+    info = read_part_info(source, where)
+    source.seek(0)
+    try:
+        table = pq.ParquetFile(source, page_checksum_verification=True).read(use_threads=False)
+    except (pa.ArrowException, OSError) as error:
+        raise JobError(f"{where} is damaged: {error}. Delete it and resume the job") from error
+    faults = {
+        f"it belongs to {info.job_id}": info.job_id != spec.job_id,
+        f"it holds {info.chunk}, not {chunk}": info.chunk != chunk,
+        "its content does not match its checksum": info.checksum != _checksum(spec, table),
+    }
+    if found := [text for text, is_fault in faults.items() if is_fault]:
+        raise JobError(f"{where} cannot be used: {'; '.join(found)}. Delete it and resume the job")
+    return table
+
+
+def _checksum(spec: JobSpec, table: pa.Table) -> str:
+    label, raw, status, _, _ = output_names(spec.output_column)
+    columns = [table[name].to_pylist() for name in (row_column(spec.output_column), status, label, raw)]
+    return hashlib.sha256(msgspec.json.encode(columns)).hexdigest()
+
+
+@functools.cache
+def _version() -> str:
+    return importlib.metadata.version("nightmill")

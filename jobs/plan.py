@@ -1,0 +1,73 @@
+"""Inputs to chunks, and the plan file. Chunk boundaries never change an answer. Knows no prompts and no results."""
+
+import io
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from schemas.errors import InputDataError, JobError
+from schemas.records import FORMAT_VERSION, Chunk, InputFile
+
+PLAN_FIELDS = {"index": pa.int64(), "input_index": pa.int64(), "start_row": pa.int64(), "num_rows": pa.int64()}
+VERSION_KEY, JOB_KEY, INPUT_SCHEMA_KEY = b"nightmill.format_version", b"nightmill.job_id", b"nightmill.input_schema"
+
+
+class Plan(NamedTuple):
+    """The chunks of a job and the columns of its input, one schema over all files."""
+
+    chunks: tuple[Chunk, ...]
+    input_schema: pa.Schema
+
+
+def make_chunks(inputs: Sequence[InputFile], chunk_rows: int, limit: int | None = None) -> tuple[Chunk, ...]:
+    """Cut the first ``limit`` rows of the inputs into chunks of ``chunk_rows`` rows; none spans two files."""
+    if chunk_rows < 1 or (limit is not None and limit < 1):
+        raise InputDataError(f"chunk_rows ({chunk_rows}) and limit ({limit}) must be at least 1")
+    chunks: list[Chunk] = []
+    rows_left = sum(file.num_rows for file in inputs) if limit is None else limit
+    for input_index, file in enumerate(inputs):
+        end = min(file.num_rows, rows_left)
+        rows_left -= end
+        for start in range(0, end, chunk_rows):
+            num_rows = min(chunk_rows, end - start)
+            chunks.append(Chunk(index=len(chunks), input_index=input_index, start_row=start, num_rows=num_rows))
+    return tuple(chunks)
+
+
+def encode_plan(job_id: str, plan: Plan) -> bytes:
+    """Write the plan as a Parquet file whose metadata holds the format version, the job and the input's schema."""
+    columns = {name: [getattr(chunk, name) for chunk in plan.chunks] for name in PLAN_FIELDS}
+    metadata = {
+        VERSION_KEY: str(FORMAT_VERSION).encode(),
+        JOB_KEY: job_id.encode(),
+        INPUT_SCHEMA_KEY: plan.input_schema.serialize().to_pybytes().hex().encode(),
+    }
+    sink = io.BytesIO()
+    pq.write_table(pa.table(columns, pa.schema(PLAN_FIELDS, metadata)), sink, compression="zstd")
+    return sink.getvalue()
+
+
+def decode_plan(job_id: str, data: bytes) -> Plan:
+    """Read a plan file. Raises JobError if it is another job's, newer than this program, or not readable."""
+    try:
+        table = pq.read_table(io.BytesIO(data))
+    except (pa.ArrowException, OSError) as error:
+        raise JobError(f"plan.parquet of {job_id} cannot be read: {error}") from error
+    metadata = table.schema.metadata or {}
+    check_format_version(f"plan.parquet of {job_id}", int(metadata[VERSION_KEY]))
+    if (owner := metadata[JOB_KEY].decode()) != job_id:
+        raise JobError(f"plan.parquet of {job_id} belongs to {owner}")
+    columns = [table[name].to_pylist() for name in PLAN_FIELDS]
+    chunks = tuple(
+        Chunk(index=index, input_index=input_index, start_row=start_row, num_rows=num_rows)
+        for index, input_index, start_row, num_rows in zip(*columns, strict=True)
+    )
+    return Plan(chunks, pa.ipc.read_schema(pa.py_buffer(bytes.fromhex(metadata[INPUT_SCHEMA_KEY].decode()))))
+
+
+def check_format_version(what: str, version: int) -> None:
+    """Refuse a file that a newer Nightmill wrote. Raises JobError."""
+    if version > FORMAT_VERSION:
+        raise JobError(f"{what} has format version {version}, this Nightmill knows up to {FORMAT_VERSION}: update it")

@@ -1,0 +1,277 @@
+"""Rows of a chunk to validated results: window, statuses, retries. Knows no engine but through ``submit``.
+
+``ok`` means: ended by itself and an independent validator accepted it. Every try is recorded, nothing is repaired.
+"""
+
+import math
+import queue
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+import msgspec
+
+from jobs.arrow_types import DoesNotFit, completion_column
+from jobs.job import Job
+from jobs.prompts import Prompt, PromptBuilder, Refusal
+from jobs.source import ChunkReader
+from schemas.constraints import Validator, make_validator
+from schemas.errors import Interrupted
+from schemas.records import (
+    Attempt,
+    Chunk,
+    Completion,
+    Constraint,
+    FinishReason,
+    JobSpec,
+    Request,
+    RowResult,
+    RowStatus,
+    Sampling,
+    row_seed,
+)
+
+Submit = Callable[[Request, Constraint | None], Future[Completion]]
+Progress = Callable[[Mapping[RowStatus, int]], None]
+
+WINDOW = 1024
+"""Requests of one chunk in flight: two chunks keep 2,048 waiting, more than any batch holds."""
+TICK_S = 0.25
+RETRY_TEMPERATURE = 0.3
+"""A greedy row that failed its schema would fail the same way again, so its retries draw a little."""
+STATUS_OF_FAILURE = {
+    FinishReason.LENGTH: RowStatus.TRUNCATED,
+    FinishReason.PROMPT_TOO_LONG: RowStatus.PROMPT_TOO_LONG,
+    FinishReason.CONSTRAINT_ERROR: RowStatus.CONSTRAINT_ERROR,
+    FinishReason.CANCELLED: RowStatus.FAILED,
+    FinishReason.ERROR: RowStatus.FAILED,
+}
+LABELLED = (RowStatus.OK, RowStatus.CLOSED)
+
+
+def run_rows(
+    job: Job,
+    chunk: Chunk,
+    submit: Submit,
+    *,
+    is_cancelled: Callable[[], bool],
+    on_progress: Progress = lambda counts: None,
+    cancel: Callable[[list[str]], None] = lambda request_ids: None,
+    reader: ChunkReader | None = None,
+) -> list[RowResult]:
+    """Label the rows of a chunk, in order, one result each.
+
+    ``submit`` may block while the engine is full. ``on_progress`` gets this chunk's counts, a few times a second.
+    Pass one ``reader`` to all chunks of a worker, so that a row group is decoded once.
+    Raises Interrupted soon after ``is_cancelled()`` turns true, and whatever a future raises (the engine is gone);
+    requests in flight are given to ``cancel`` then.
+    """
+    builder = PromptBuilder(job.spec, job.input_schema)
+    rows = job.read_rows(chunk, builder.columns, reader)
+    run = _ChunkRun(job.spec, submit, cancel)
+    return run.run(enumerate(map(builder.build, rows), chunk.start_row), is_cancelled, on_progress)
+
+
+class _Outcome(NamedTuple):
+    """What one completion came to."""
+
+    completion: Completion
+    status: RowStatus
+    value: Any
+    error: str | None
+
+
+class _Row:
+    """A row on its way; owned by its _ChunkRun."""
+
+    def __init__(self, index: int, prompt: Prompt, num_completions: int) -> None:
+        self.index = index
+        self.prompt = prompt
+        self.attempts: list[list[Attempt]] = [[] for _ in range(num_completions)]
+        self.outcomes: dict[int, _Outcome] = {}
+        self.seconds = 0.0
+
+
+class _ChunkRun:
+    """What is in flight and what is done of one chunk. One thread runs it; futures only feed its queue."""
+
+    def __init__(self, spec: JobSpec, submit: Submit, cancel: Callable[[list[str]], None]) -> None:
+        self._spec = spec
+        self._submit = submit
+        self._cancel = cancel
+        self._column = completion_column(spec)
+        self._name = f"{spec.job_id}:{uuid.uuid4().hex[:8]}"  # a second delivery may run in the same engine
+        self._validators: dict[str, Validator] = {}
+        self._in_flight: dict[str, tuple[_Row, int, Request]] = {}
+        self._finished: queue.SimpleQueue[tuple[str, Future[Completion]]] = queue.SimpleQueue()
+        self._results: list[RowResult] = []
+        self._counts: Counter[RowStatus] = Counter()
+
+    def run(
+        self,
+        rows: Iterable[tuple[int, Prompt | Refusal]],
+        is_cancelled: Callable[[], bool],
+        on_progress: Progress,
+    ) -> list[RowResult]:
+        """Start rows as the window allows and collect what finishes, until all are done."""
+        self._is_cancelled, self._on_progress, self._next_tick = is_cancelled, on_progress, time.monotonic()
+        try:
+            for index, prompt in rows:
+                self._start(index, prompt)
+                self._collect(WINDOW)
+            self._collect(0)
+        except BaseException:
+            self._cancel(list(self._in_flight))
+            raise
+        on_progress(dict(self._counts))
+        return sorted(self._results, key=lambda result: result.row_index)
+
+    def _start(self, index: int, prompt: Prompt | Refusal) -> None:
+        if isinstance(prompt, Refusal):
+            self._end(RowResult(row_index=index, status=prompt.status, error=prompt.error))
+            return
+        row = _Row(index, prompt, self._spec.num_completions)
+        for completion_index in range(self._spec.num_completions):
+            self._ask(row, completion_index, self._spec.sampling)
+
+    def _ask(self, row: _Row, completion_index: int, sampling: Sampling) -> None:
+        attempt = len(row.attempts[completion_index])
+        constraint = row.prompt.constraint
+        request = Request(
+            request_id=f"{self._name}:{row.index}:{completion_index}:{attempt}",
+            text=row.prompt.text,
+            messages=row.prompt.messages,
+            constraint_key=constraint.key if constraint else None,
+            sampling=sampling,
+            seed=row_seed(self._spec.seed, row.prompt.content_key, completion_index, attempt),
+        )
+        self._in_flight[request.request_id] = (row, completion_index, request)
+        future = self._submit(request, constraint)
+        future.add_done_callback(lambda done: self._finished.put((request.request_id, done)))
+
+    def _collect(self, max_in_flight: int) -> None:
+        """Take in what has finished; wait while more than ``max_in_flight`` requests are out."""
+        self._tick()
+        while self._in_flight:
+            is_full = len(self._in_flight) > max_in_flight
+            try:
+                request_id, future = self._finished.get(block=is_full, timeout=TICK_S)
+            except queue.Empty:
+                if not is_full:
+                    return
+            else:
+                self._take(*self._in_flight.pop(request_id), future.result())
+            self._tick()
+
+    def _tick(self) -> None:
+        if (now := time.monotonic()) < self._next_tick:
+            return
+        self._next_tick = now + TICK_S
+        if self._is_cancelled():
+            raise Interrupted(f"{self._name}: stopped with {len(self._results)} rows done and not committed")
+        self._on_progress(dict(self._counts))
+
+    def _take(self, row: _Row, completion_index: int, request: Request, completion: Completion) -> None:
+        outcome = self._judge(row, completion)
+        row.seconds += completion.seconds
+        attempts = row.attempts[completion_index]
+        attempts.append(_attempt(request, outcome))
+        if (
+            sampling := next_sampling(self._spec, request.sampling, completion, outcome.status, len(attempts))
+        ) is not None:
+            self._ask(row, completion_index, sampling)
+            return
+        row.outcomes[completion_index] = outcome
+        if len(row.outcomes) == len(row.attempts):
+            self._end(_row_result(row))
+
+    def _end(self, result: RowResult) -> None:
+        self._results.append(result)
+        self._counts[result.status] += 1
+
+    def _judge(self, row: _Row, completion: Completion) -> _Outcome:
+        """Give a completion its status: design.md section 4's table."""
+        reason = completion.finish_reason
+        if reason in STATUS_OF_FAILURE:
+            error = completion.error or f"the engine ended it with {reason.value}"
+            return _Outcome(completion, STATUS_OF_FAILURE[reason], None, error)
+        value, fault = self._check(row.prompt.constraint, completion.text)
+        if fault is not None:
+            return _Outcome(completion, RowStatus.INVALID, None, fault)
+        return _Outcome(completion, RowStatus.CLOSED if reason is FinishReason.CLOSED else RowStatus.OK, value, None)
+
+    def _check(self, constraint: Constraint | None, text: str) -> tuple[Any, str | None]:
+        """Return the label, or None and why the text is none."""
+        if constraint is None:
+            return (text, None) if text.strip() else (None, "the model ended at once, without any text")
+        if constraint.key not in self._validators:
+            self._validators[constraint.key] = make_validator(constraint)
+        value, error = self._validators[constraint.key].check(text)
+        if error is not None:
+            return None, error
+        try:
+            return self._column.fit(value), None
+        except DoesNotFit as misfit:
+            return None, f"valid, but not as a label of type {self._column.type}: {misfit}"
+
+
+def next_sampling(
+    spec: JobSpec, sampling: Sampling, completion: Completion, status: RowStatus, num_attempts: int
+) -> Sampling | None:
+    """Say what a failed try gets next, or None if nothing can help or the tries are used up."""
+    if num_attempts >= spec.retry.max_attempts:
+        return None
+    if status is RowStatus.TRUNCATED:
+        room = spec.model.max_model_len - completion.num_prompt_tokens
+        max_tokens = min(math.ceil(sampling.max_tokens * spec.retry.budget_factor), room)
+        if max_tokens > sampling.max_tokens:  # the same budget would end at the same place
+            return msgspec.structs.replace(sampling, max_tokens=max_tokens)
+    if status is RowStatus.INVALID:
+        return msgspec.structs.replace(sampling, temperature=sampling.temperature or RETRY_TEMPERATURE)
+    return None
+
+
+def _attempt(request: Request, outcome: _Outcome) -> Attempt:
+    return Attempt(
+        status=outcome.status,
+        finish_reason=outcome.completion.finish_reason,
+        seed=request.seed,
+        max_tokens=request.sampling.max_tokens,
+        temperature=request.sampling.temperature,
+        num_output_tokens=len(outcome.completion.token_ids),
+    )
+
+
+def _row_result(row: _Row) -> RowResult:
+    """Put a row's completions together; with several, it is ``ok`` only if each is, and has lists for values."""
+    outcomes = [row.outcomes[index] for index in range(len(row.attempts))]
+    is_single = len(outcomes) == 1
+    worst_index, worst = max(enumerate(outcomes), key=lambda item: (_severity(item[1].status), -item[0]))
+    values = [outcome.value for outcome in outcomes]
+    texts = [outcome.completion.text for outcome in outcomes]
+    return RowResult(
+        row_index=row.index,
+        status=worst.status,
+        raw=texts[0] if is_single else texts,
+        value=(values[0] if is_single else values) if worst.status in LABELLED else None,
+        error=worst.error if is_single or worst.error is None else f"completion {worst_index}: {worst.error}",
+        finish_reason=worst.completion.finish_reason,
+        attempts=tuple(attempt for attempts in row.attempts for attempt in attempts),
+        confidence=_confidence(worst.completion) if is_single else None,
+        num_prompt_tokens=worst.completion.num_prompt_tokens,
+        num_cached_tokens=worst.completion.num_cached_tokens,
+        num_output_tokens=sum(len(outcome.completion.token_ids) for outcome in outcomes),
+        seconds=row.seconds,
+    )
+
+
+def _severity(status: RowStatus) -> int:
+    return {RowStatus.OK: 0, RowStatus.CLOSED: 1}.get(status, 2)
+
+
+def _confidence(completion: Completion) -> float | None:
+    """The probability of the whole text among those the constraint allows."""
+    return None if completion.logprobs is None else math.exp(sum(completion.logprobs))

@@ -1,0 +1,545 @@
+"""Where bytes lie: local directories and object-store buckets. The only module that opens files or buckets.
+
+A file appears whole or not at all, and ``create`` never overwrites: the first wins. Knows no Parquet and no jobs.
+"""
+
+import ctypes
+import errno
+import functools
+import glob
+import os
+import re
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import IO, Any, NamedTuple, Protocol, cast
+from urllib.parse import unquote, urlsplit
+
+import obstore
+import pyarrow as pa
+import tenacity
+from obstore.exceptions import AlreadyExistsError, BaseError, GenericError
+from obstore.store import MemoryStore, ObjectStore, from_url
+
+from schemas.errors import AlreadyExists, InputDataError, NotFound, StoreError
+
+STAGING = "_staging"
+READ_BUFFER_BYTES = 2**20
+URI_SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "memory")
+TRANSIENT = frozenset({errno.EINTR, errno.EAGAIN, errno.EBUSY, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET})
+NO_HARD_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EINVAL})
+HINTS = {
+    errno.ENOSPC: "the disk is full: free space, then resume the job",
+    errno.EDQUOT: "the quota is used up: free space, then resume the job",
+    errno.EROFS: "the file system is read-only: choose another jobs_root or --output",
+    errno.EACCES: "permission denied: give this user access, or choose another jobs_root or --output",
+    errno.EPERM: "not permitted: give this user access, or choose another jobs_root or --output",
+    errno.EXDEV: f"{STAGING} lies on another file system: it must share one with its parent",
+    errno.ENOTDIR: "a parent of this path is a file, not a directory",
+}
+
+
+class Entry(NamedTuple):
+    """A stored file as it is now. ``relative`` is its path below the directory it was found under."""
+
+    uri: str
+    size_bytes: int
+    modified: str  # modification time in ns, or the object's etag
+    relative: str = ""
+
+
+class Store(Protocol):
+    """A tree of files under one root; keys are relative paths. Every error is a StoreError naming the path."""
+
+    def within(self, name: str) -> "Store":
+        """Return the store of a directory in this one."""
+
+    def locate(self, key: str) -> str:
+        """Return the path or URI of ``key``, for messages and for other readers."""
+
+    def stat(self, key: str) -> Entry | None:
+        """Return size and modification mark, or None if there is no such file."""
+
+    def list(self, prefix: str = "") -> list[str]:
+        """Return the sorted names of the files and directories directly in ``prefix``; none if it is missing."""
+
+    def read(self, key: str) -> bytes:
+        """Return the whole content. Raises NotFound."""
+
+    def open_reader(self, key: str) -> pa.NativeFile:
+        """Open for random reads. Raises NotFound."""
+
+    def create(self, key: str, data: bytes) -> None:
+        """Write a file that did not exist, durably. Raises AlreadyExists if somebody was first."""
+
+    def open_writer(self, key: str) -> AbstractContextManager[IO[bytes]]:
+        """Stream into a file that appears, or replaces the old one, only if the block ends without an exception."""
+
+    def delete(self, key: str) -> None:
+        """Delete a file; a missing one is fine."""
+
+    def sweep(self) -> None:
+        """Delete what interrupted writers left behind. Only when nobody writes any more."""
+
+
+def open_store(root: str) -> Store:
+    """Open a jobs root or output location: a directory, ``file://``, or an s3, gs, az or memory URI."""
+    if (path := _local_path(root)) is not None:
+        return LocalDirectory(path)
+    bucket, prefix = _open_bucket(root)
+    return Bucket(bucket, root.rstrip("/"), prefix)
+
+
+def exists(store: Store, key: str) -> bool:
+    """Say whether ``key`` is stored."""
+    return store.stat(key) is not None
+
+
+def replace(store: Store, key: str, data: bytes) -> None:
+    """Write a file, or swap its content in one step."""
+    with store.open_writer(key) as file:
+        file.write(data)
+
+
+def probe(store: Store) -> None:
+    """Check that exclusive creation works here. Raises StoreError: without it two workers could both commit a chunk."""
+    key = f"{STAGING}/probe-{uuid.uuid4().hex}"
+    store.create(key, b"1")
+    try:
+        store.create(key, b"2")
+    except AlreadyExists:
+        return
+    finally:
+        store.delete(key)
+    raise StoreError(f"{store.locate('')} lets a second writer overwrite a file: choose another jobs_root")
+
+
+def is_transient(error: BaseException) -> bool:
+    """Say whether trying again can help. A full, read-only or forbidden place is never worth it."""
+    cause = error.__cause__ if isinstance(error, StoreError) else error
+    if isinstance(cause, OSError):
+        return cause.errno in TRANSIENT
+    return isinstance(cause, GenericError)
+
+
+def _retrying() -> tenacity.Retrying:
+    return tenacity.Retrying(
+        retry=tenacity.retry_if_exception(is_transient),
+        wait=tenacity.wait_exponential_jitter(initial=0.05, max=5),
+        stop=tenacity.stop_after_attempt(5),
+        reraise=True,
+    )
+
+
+def _create(store: Store, write: Callable[[], None], key: str, data: bytes) -> None:
+    """Create with retries; a retry that finds its own earlier write there has won."""
+    for attempt in _retrying():
+        with attempt:
+            try:
+                write()
+            except AlreadyExists:
+                if attempt.retry_state.attempt_number == 1 or store.read(key) != data:
+                    raise
+
+
+@contextmanager
+def _explained(verb: str, where: str | Path) -> Iterator[None]:
+    """Turn errors of the file system or the bucket into StoreErrors that say where and what to do."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise NotFound(f"cannot {verb} {where}: no such file") from error
+    except AlreadyExistsError as error:
+        raise AlreadyExists(f"{where} exists already") from error
+    except OSError as error:
+        hint = HINTS.get(error.errno or 0)
+        reason = f"{error.strerror or error}" + (f" ({hint})" if hint else "")
+        raise StoreError(f"cannot {verb} {where}: {reason}") from error
+    except BaseError as error:
+        raise StoreError(f"cannot {verb} {where}: {str(error).splitlines()[0]}") from error
+
+
+class LocalDirectory:
+    """A store in a directory of this machine or of a shared file system."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def within(self, name: str) -> Store:
+        return LocalDirectory(self._root / name)
+
+    def locate(self, key: str) -> str:
+        return str(self._root / key)
+
+    def stat(self, key: str) -> Entry | None:
+        path = self._root / key
+        try:
+            with _explained("look at", path):
+                return _local_entry(path) if path.is_file() else None
+        except NotFound:
+            return None
+
+    def list(self, prefix: str = "") -> list[str]:
+        path = self._root / prefix
+        try:
+            with _explained("list", path):
+                return sorted(os.listdir(path))
+        except NotFound:
+            return []
+
+    def read(self, key: str) -> bytes:
+        for attempt in _retrying():
+            with attempt, _explained("read", self._root / key):
+                return (self._root / key).read_bytes()
+        raise AssertionError("tenacity re-raises")
+
+    def open_reader(self, key: str) -> pa.NativeFile:
+        with _explained("open", self._root / key):
+            return pa.OSFile(str(self._root / key), "rb")
+
+    def create(self, key: str, data: bytes) -> None:
+        def write() -> None:
+            with self._staged(key, _publish_new) as file:
+                file.write(data)
+
+        _create(self, write, key, data)
+
+    @contextmanager
+    def open_writer(self, key: str) -> Iterator[IO[bytes]]:
+        with self._staged(key, os.replace) as file:
+            yield file
+
+    def delete(self, key: str) -> None:
+        with _explained("delete", self._root / key):
+            (self._root / key).unlink(missing_ok=True)
+
+    def sweep(self) -> None:
+        staging = self._root / STAGING
+        with _explained("sweep", staging):
+            for name in self.list(STAGING):
+                (staging / name).unlink(missing_ok=True)
+            if staging.is_dir():
+                staging.rmdir()
+
+    @contextmanager
+    def _staged(self, key: str, publish: Callable[[Path, Path], object]) -> Iterator[IO[bytes]]:
+        """Write to a staging file, make it durable, publish it, make the publication durable."""
+        target = self._root / key
+        with _explained("write", target):
+            file = self._open_staging(target)
+            staged = Path(file.name)
+            try:
+                with file:
+                    yield file
+                    file.flush()
+                    os.fsync(file.fileno())
+                publish(staged, target)
+                _sync_directory(target.parent)
+            finally:
+                staged.unlink(missing_ok=True)
+
+    def _open_staging(self, target: Path) -> IO[bytes]:
+        staged = self._root / STAGING / f"{target.stem}-{uuid.uuid4().hex}{target.suffix}"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        staged.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            return staged.open("xb")
+        except FileNotFoundError:  # a sweeper was between the two lines above
+            staged.parent.mkdir(parents=True, exist_ok=True)
+            return staged.open("xb")
+
+
+def _publish_new(staged: Path, target: Path) -> None:
+    """Give the staged file its final name unless the name is taken: link(2) is atomic and fails if it exists."""
+    try:
+        os.link(staged, target)
+    except FileExistsError as error:
+        if staged.stat().st_nlink < 2:  # 2: NFS repeated our own successful link
+            raise AlreadyExists(f"{target} exists already") from error
+    except OSError as error:
+        if error.errno not in NO_HARD_LINKS:
+            raise
+        _rename_new(staged, target)
+
+
+def _rename_new(staged: Path, target: Path) -> None:
+    """Rename without replacing, for file systems that have no hard links."""
+    at_cwd, noreplace = -100, 1
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is not None and rename(at_cwd, os.fsencode(staged), at_cwd, os.fsencode(target), noreplace) == 0:
+        return
+    code = ctypes.get_errno() if rename is not None else errno.ENOSYS
+    if code == errno.EEXIST:
+        raise AlreadyExists(f"{target} exists already")
+    if code in NO_HARD_LINKS:
+        raise StoreError(
+            f"the file system of {target} has neither hard links nor a rename that does not replace, "
+            "so a chunk could be committed twice: choose another jobs_root"
+        )
+    raise OSError(code, os.strerror(code), str(target))
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class Bucket:
+    """A store under a prefix of an object store. A put is whole or nothing, so nothing is staged."""
+
+    def __init__(self, bucket: ObjectStore, uri: str, prefix: str = "") -> None:
+        self._bucket = bucket
+        self._uri = uri
+        self._prefix = prefix
+
+    def within(self, name: str) -> Store:
+        return Bucket(self._bucket, f"{self._uri}/{name}", self._key(name))
+
+    def locate(self, key: str) -> str:
+        return f"{self._uri}/{key}" if key else self._uri
+
+    def stat(self, key: str) -> Entry | None:
+        try:
+            with _explained("look at", self.locate(key)):
+                return _object_entry(obstore.head(self._bucket, self._key(key)), self.locate(key))
+        except NotFound:
+            return None
+
+    def list(self, prefix: str = "") -> list[str]:
+        with _explained("list", self.locate(prefix)):
+            found = obstore.list_with_delimiter(self._bucket, self._key(prefix) or None)
+        paths = [str(item["path"]) for item in found["objects"]] + list(found["common_prefixes"])
+        return sorted(path.rstrip("/").rsplit("/", 1)[-1] for path in paths)
+
+    def read(self, key: str) -> bytes:
+        for attempt in _retrying():
+            with attempt, _explained("read", self.locate(key)):
+                return bytes(obstore.get(self._bucket, self._key(key)).bytes())
+        raise AssertionError("tenacity re-raises")
+
+    def open_reader(self, key: str) -> pa.NativeFile:
+        with _explained("open", self.locate(key)):
+            return _open_object(self._bucket, self._key(key))
+
+    def create(self, key: str, data: bytes) -> None:
+        def write() -> None:
+            with _explained("write", self.locate(key)):
+                obstore.put(self._bucket, self._key(key), data, mode="create", use_multipart=False)
+
+        _create(self, write, key, data)
+
+    @contextmanager
+    def open_writer(self, key: str) -> Iterator[IO[bytes]]:
+        with _explained("write", self.locate(key)):
+            sink = _ObjectSink(obstore.open_writer(self._bucket, self._key(key)))
+            yield cast("IO[bytes]", sink)
+            sink.finish()  # not in a finally: an upload that is not closed never appears
+
+    def delete(self, key: str) -> None:
+        try:
+            with _explained("delete", self.locate(key)):
+                obstore.delete(self._bucket, self._key(key))
+        except NotFound:
+            pass
+
+    def sweep(self) -> None:
+        """Nothing: unfinished uploads are the bucket's lifecycle rule to remove."""
+
+    def _key(self, key: str) -> str:
+        return "/".join(part for part in (self._prefix, key) if part)
+
+
+class _ObjectFile:
+    """What pyarrow asks of a Python file, over obstore's reader."""
+
+    closed = False
+
+    def __init__(self, reader: Any) -> None:
+        self._reader = reader
+
+    def read(self, size: int = -1) -> bytes:
+        return bytes(self._reader.readall() if size < 0 else self._reader.read(size))
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return int(self._reader.seek(offset, whence))
+
+    def tell(self) -> int:
+        return int(self._reader.tell())
+
+    def close(self) -> None:
+        self.closed = True
+        self._reader.close()
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def writable(self) -> bool:
+        return False
+
+
+class _ObjectSink:
+    """What pyarrow asks of a file it writes, over obstore's writer. Only ``finish`` makes the object appear."""
+
+    closed = False
+
+    def __init__(self, writer: Any) -> None:
+        self._writer = writer
+
+    def write(self, data: Any) -> int:
+        self._writer.write(bytes(data))
+        return len(data)
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def close(self) -> None:
+        self.closed = True
+
+    def finish(self) -> None:
+        self._writer.close()
+
+    def readable(self) -> bool:
+        return False
+
+    def seekable(self) -> bool:
+        return False
+
+    def writable(self) -> bool:
+        return True
+
+
+def open_input(uri: str) -> pa.NativeFile:
+    """Open an input file for random reads. Raises NotFound or StoreError naming it."""
+    if (path := _local_path(uri)) is not None:
+        return LocalDirectory(path.parent).open_reader(path.name)
+    bucket, key = _open_bucket(uri)
+    with _explained("open", uri):
+        return _open_object(bucket, key)
+
+
+def stat_input(uri: str) -> Entry | None:
+    """Return an input file's size and modification mark as they are now, or None if it is gone."""
+    if (path := _local_path(uri)) is not None:
+        return LocalDirectory(path.parent).stat(path.name)
+    bucket, key = _open_bucket(uri)
+    try:
+        with _explained("look at", uri):
+            return _object_entry(obstore.head(bucket, key), uri)
+    except NotFound:
+        return None
+
+
+def find_files(location: str, suffixes: tuple[str, ...]) -> list[Entry]:
+    """Expand a file, directory, glob or prefix to files in name order; directories give those with a suffix.
+
+    Names that begin with ``.`` or ``_`` are left out below a directory. Raises InputDataError naming a missing path.
+    """
+    path = _local_path(location)
+    entries = _find_objects(location) if path is None else _find_local(path)
+    return sorted((e for e in entries if e.relative == "" or _is_data(e.relative, suffixes)), key=lambda e: e.uri)
+
+
+def absolute_location(location: str) -> str:
+    """Make a local path absolute; URIs stay as they are."""
+    path = _local_path(location)
+    return location if path is None else str(path)
+
+
+def _is_data(relative: str, suffixes: tuple[str, ...]) -> bool:
+    return relative.lower().endswith(suffixes) and not any(part[0] in "._" for part in relative.split("/") if part)
+
+
+def _find_local(path: Path) -> list[Entry]:
+    if path.is_file():
+        return [_local_entry(path)]
+    if path.is_dir():
+        return _walk(path, path)
+    if not glob.has_magic(str(path)):
+        raise InputDataError(f"no such file or directory: {path}")
+    plain = [part for part in path.parts if not glob.has_magic(part)]
+    base = Path(*plain[: next(i for i, part in enumerate(path.parts) if glob.has_magic(part))])
+    found = [Path(match) for match in glob.glob(str(path), recursive=True)]
+    entries = {e.uri: e for p in found for e in (_walk(p, base) if p.is_dir() else [_local_entry(p, base)])}
+    if not entries:
+        raise InputDataError(f"no file matches {path}")
+    return list(entries.values())
+
+
+def _walk(directory: Path, base: Path) -> list[Entry]:
+    with _explained("list", directory):
+        return [_local_entry(Path(top) / name, base) for top, _, names in os.walk(directory) for name in names]
+
+
+def _local_entry(path: Path, base: Path | None = None) -> Entry:
+    info = path.stat()
+    relative = path.relative_to(base).as_posix() if base else ""
+    return Entry(str(path), info.st_size, str(info.st_mtime_ns), relative)
+
+
+def _find_objects(uri: str) -> list[Entry]:
+    bucket, key = _open_bucket(uri)
+    root = uri[: len(uri) - len(key)].rstrip("/") + "/"
+    if key and not glob.has_magic(key) and (entry := stat_input(uri)) is not None:
+        return [entry]
+    parts = key.rstrip("/").split("/") if key else []
+    num_plain = next((i for i, part in enumerate(parts) if glob.has_magic(part)), len(parts))
+    base, pattern = "/".join(parts[:num_plain]), "/".join(parts[num_plain:])
+    with _explained("list", uri):
+        found = obstore.list(bucket, base or None).collect()
+    below = [(item, str(item["path"])[len(base) :].lstrip("/")) for item in found]
+    matches = re.compile(_glob_to_regex(pattern or "**")).fullmatch
+    entries = [_object_entry(item, root + str(item["path"]), rest) for item, rest in below if matches(rest)]
+    if not entries:
+        raise InputDataError(f"no file matches {uri}" if pattern else f"no such file or directory: {uri}")
+    return entries
+
+
+def _object_entry(item: Any, uri: str, relative: str = "") -> Entry:
+    return Entry(uri, int(item["size"]), str(item["e_tag"] or item["last_modified"].isoformat()), relative)
+
+
+def _glob_to_regex(pattern: str) -> str:
+    """Translate a glob; only ``**`` crosses a slash (fnmatch's ``*`` would)."""
+    special = {"**/": r"(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    tokens = re.findall(r"\*\*/|\*\*|\*|\?|\[[^\]]+\]|.", pattern)
+    return "".join(
+        special.get(token, token.replace("[!", "[^") if token[0] == "[" and len(token) > 1 else re.escape(token))
+        for token in tokens
+    )
+
+
+def _local_path(location: str) -> Path | None:
+    """Return the absolute path of a local location, None for a URI. Raises InputDataError for an unknown scheme."""
+    scheme, separator, rest = location.partition("://")
+    if not separator:
+        return Path(os.path.abspath(Path(location).expanduser()))
+    if scheme == "file":
+        return Path(os.path.abspath("/" + unquote(rest).partition("/")[2]))
+    if scheme not in URI_SCHEMES:
+        raise InputDataError(f"{location}: unknown scheme {scheme!r}, known are file, {', '.join(URI_SCHEMES)}")
+    return None
+
+
+def _open_bucket(uri: str) -> tuple[ObjectStore, str]:
+    """Return the bucket and the key in it; credentials come from the provider's usual environment variables."""
+    parts = urlsplit(uri, allow_fragments=False)
+    key = uri.partition("://")[2].partition("/")[2].strip("/")
+    with _explained("open", uri):
+        return _bucket(f"{parts.scheme}://{parts.netloc}"), key
+
+
+@functools.cache
+def _bucket(url: str) -> ObjectStore:
+    """Connect once per process and bucket; a memory bucket lives as long as the process."""
+    return MemoryStore() if url.startswith("memory:") else from_url(url)
+
+
+def _open_object(bucket: ObjectStore, key: str) -> pa.NativeFile:
+    return pa.PythonFile(_ObjectFile(obstore.open_reader(bucket, key, buffer_size=READ_BUFFER_BYTES)), mode="r")

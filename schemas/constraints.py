@@ -1,0 +1,145 @@
+"""Constraints: loaded and refused before a job starts, planned per keyword, turned into the engine's grammar, validated.
+
+The one door to ``json_schema``, ``json_grammar``, ``regex`` and ``ebnf``. Knows no grammar engine and no torch.
+"""
+
+import json
+import re
+from functools import lru_cache
+from typing import Any, Protocol
+
+from schemas.ebnf import Recogniser, parse_ebnf
+from schemas.errors import ConstraintError
+from schemas.json_grammar import compile_schema
+from schemas.json_schema import JsonSchema, JsonValidator, describe, load_json, shorten
+from schemas.plan import Decision, KeywordDecision, PlanWriter
+from schemas.records import Constraint, ConstraintKind
+from schemas.regex import NOTHING, RegexError, complement, parse_regex, print_regex, restrict, whole
+
+__all__ = [
+    "Decision",
+    "KeywordDecision",
+    "Validator",
+    "enforcement_plan",
+    "grammar_source",
+    "load_constraint",
+    "make_validator",
+]
+
+MAX_PATTERN_CHARS = 20_000
+
+
+class Validator(Protocol):
+    """Judges finished text against a constraint, independently of the grammar engine."""
+
+    def check(self, text: str) -> tuple[Any, str | None]:
+        """Return (value, None) if valid; else (the parsed value or None, a short message with the path)."""
+
+
+def load_constraint(kind: ConstraintKind, source: str) -> Constraint:
+    """Check a constraint's source. Raises ConstraintError: what is malformed or refused, where, what to change."""
+    kind = ConstraintKind(kind)
+    constraint = Constraint(kind=kind, source=source)
+    grammar_source(constraint)
+    return constraint
+
+
+def grammar_source(constraint: Constraint) -> str:
+    """What the grammar engine compiles: JSON Schema text (compact, not strict), a regex, an EBNF grammar, an EBNF of choices.
+
+    For CHOICE it is an EBNF grammar too. Raises ConstraintError as load_constraint does.
+    """
+    return _compile(constraint)[0]
+
+
+def enforcement_plan(constraint: Constraint) -> tuple[KeywordDecision, ...]:
+    """What is enforced while decoding and what is checked after it, per keyword. Raises as load_constraint does."""
+    return _compile(constraint)[1]
+
+
+def make_validator(constraint: Constraint) -> Validator:
+    """Compile the independent check of finished text; make it once, use it for every row. Raises as load_constraint does."""
+    if constraint.kind == ConstraintKind.JSON_SCHEMA:
+        return JsonValidator(JsonSchema(constraint.source).validator)
+    if constraint.kind == ConstraintKind.REGEX:
+        return _RegexValidator(_compile(constraint)[0])
+    if constraint.kind == ConstraintKind.EBNF:
+        return _EbnfValidator(Recogniser(parse_ebnf(constraint.source)))
+    return _ChoiceValidator(_parse_choices(constraint.source))
+
+
+@lru_cache(maxsize=64)
+def _compile(constraint: Constraint) -> tuple[str, tuple[KeywordDecision, ...]]:
+    if constraint.kind == ConstraintKind.JSON_SCHEMA:
+        text, plan = compile_schema(JsonSchema(constraint.source))
+        return text, plan.rows()
+    plan = PlanWriter()
+    plan.note("", constraint.kind.value, Decision.ENFORCED, "kept by the grammar")
+    if constraint.kind == ConstraintKind.REGEX:
+        return _compile_regex(constraint.source), plan.rows()
+    if constraint.kind == ConstraintKind.EBNF:
+        parse_ebnf(constraint.source)
+        return constraint.source, plan.rows()
+    choices = " | ".join(_ebnf_literal(choice) for choice in _parse_choices(constraint.source))
+    return f"root ::= {choices}\n", plan.rows()
+
+
+def _compile_regex(source: str) -> str:
+    if not source:
+        raise ConstraintError("the regex is empty: it would accept only the empty text; write what a row may say")
+    if len(source) > MAX_PATTERN_CHARS:
+        raise ConstraintError(f"the regex has {len(source)} characters, limit {MAX_PATTERN_CHARS}: use EBNF or choices")
+    try:
+        tree = restrict(whole(parse_regex(source)), complement(()))
+        printed = print_regex(tree)
+        re.compile(printed)
+    except (RegexError, re.error, OverflowError, RecursionError) as error:
+        raise ConstraintError(f"invalid regex: {error or 'nested too deeply'}") from error
+    if tree == NOTHING:
+        raise ConstraintError(f"the regex {shorten(source)!r} matches no text at all")
+    return printed
+
+
+def _parse_choices(source: str) -> list[str]:
+    try:
+        choices = load_json(source)
+    except (ValueError, RecursionError) as error:
+        raise ConstraintError(f"the choices are not a JSON list of strings: {describe(error)}") from error
+    if not isinstance(choices, list) or not choices or not all(isinstance(c, str) and c for c in choices):
+        raise ConstraintError('the choices must be a JSON list of non-empty strings, such as ["yes", "no"]')
+    if twice := sorted({choice for choice in choices if choices.count(choice) > 1}):
+        raise ConstraintError(f"the choice {twice[0]!r} stands twice in the list: remove one")
+    return choices
+
+
+def _ebnf_literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+class _RegexValidator:
+    def __init__(self, printed: str) -> None:
+        self._pattern = re.compile(printed)
+
+    def check(self, text: str) -> tuple[Any, str | None]:
+        if self._pattern.fullmatch(text):
+            return text, None
+        return None, f"does not match the regex: {shorten(text)!r}"
+
+
+class _EbnfValidator:
+    def __init__(self, recogniser: Recogniser) -> None:
+        self._recogniser = recogniser
+
+    def check(self, text: str) -> tuple[Any, str | None]:
+        position = self._recogniser.first_error(text)
+        if position is None:
+            return text, None
+        return None, f"does not follow the grammar from character {position} on: {shorten(text)!r}"
+
+
+class _ChoiceValidator:
+    def __init__(self, choices: list[str]) -> None:
+        self._choices = frozenset(choices)
+
+    def check(self, text: str) -> tuple[Any, str | None]:
+        return (text, None) if text in self._choices else (None, f"is none of the choices: {shorten(text)!r}")

@@ -1,0 +1,520 @@
+"""From a JSON Schema to the schema handed to the grammar engine, and what of it is enforced while decoding.
+
+The user's schema is compiled into a small normal form whose every shape was measured to be kept exactly by xgrammar
+0.2.9 (the tests measure it again); what does not fit is left out, and checked after decoding. Always a subset or a
+superset by design, never a guess: ``PlanWriter`` gets one row per keyword. Knows no grammar engine.
+"""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from schemas.errors import ConstraintError
+from schemas.json_leaves import JSON_TYPES, EnumValues, number_node, string_node, types_of
+from schemas.json_schema import JsonSchema, Sub, escape_pointer
+from schemas.plan import Decision, PlanWriter
+
+MAX_NODES = 4_000
+"""Nodes of the compiled schema; above it, alternatives beside other keywords are no longer multiplied out."""
+MAX_BRANCH_WORK = 64
+"""Alternatives that may be multiplied out at one place."""
+OBJECT_KEYWORDS = frozenset(
+    "properties required additionalProperties patternProperties propertyNames minProperties maxProperties "
+    "unevaluatedProperties dependentRequired dependentSchemas dependencies".split()
+)
+ARRAY_KEYWORDS = frozenset(
+    "items prefixItems additionalItems minItems maxItems uniqueItems contains minContains maxContains unevaluatedItems".split()
+)
+STRING_KEYWORDS = frozenset(("minLength", "maxLength", "pattern", "format"))
+NUMBER_KEYWORDS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"))
+ASSERTIONS = OBJECT_KEYWORDS | ARRAY_KEYWORDS | STRING_KEYWORDS | NUMBER_KEYWORDS | {"type", "enum", "const", "extends"}
+APPLICATORS = frozenset(("allOf", "anyOf", "oneOf", "not", "if", "$ref", "$dynamicRef", "$recursiveRef"))
+DROPPED = {
+    "not": "the grammar engine cannot exclude",
+    "if": "the grammar engine has no conditions",
+    "dependentSchemas": "the grammar engine has no conditions",
+    "dependentRequired": "the grammar engine has no conditions",
+    "dependencies": "the grammar engine has no conditions",
+    "$dynamicRef": "dynamic references are not followed",
+    "$recursiveRef": "dynamic references are not followed",
+    "extends": "only draft 3 has it",
+}
+KEPT = "kept by the grammar"
+Node = dict[str, Any]
+"""A node of the normal form; None in its place: no document fits."""
+
+
+class _TooLarge(Exception):
+    """Multiplying out alternatives made the schema too large."""
+
+
+def compile_schema(document: JsonSchema) -> tuple[str, PlanWriter]:
+    """Return the engine's schema as text and the plan. Raises ConstraintError where no document can fit."""
+    for is_multiplying in (True, False):
+        compiler = _Compiler(document, is_multiplying)
+        try:
+            node = compiler.compile((document.root,), False)
+        except _TooLarge:
+            continue
+        except RecursionError:
+            break
+        node = compiler.finish(node)
+        if node is None:
+            raise ConstraintError(
+                "the JSON Schema accepts no finite document: two of its keywords contradict each other, or a required "
+                "property refers back to its own schema; relax one of them"
+            )
+        return json.dumps(node, ensure_ascii=False), compiler.plan
+    plan = PlanWriter()
+    plan.note("", "", Decision.CHECKED, f"the schema unfolds to more than {MAX_NODES} nodes: any JSON is generated")
+    return "{}", plan
+
+
+class _Compiler:
+    """State of one compilation: the plan, the named nodes, the budget."""
+
+    def __init__(self, document: JsonSchema, is_multiplying: bool) -> None:
+        self.document = document
+        self.is_multiplying = is_multiplying
+        self.plan = PlanWriter()
+        self.names: dict[Any, str] = {}
+        self.defs: dict[str, Node | None] = {}
+        self.num_nodes = 0
+        self.enums = EnumValues(document)
+
+    def note(self, subs: Sequence[Sub], keyword: str, decision: Decision, reason: str) -> None:
+        for sub in subs:
+            if sub.has(keyword):
+                self.plan.note(sub.path, keyword, decision, reason)
+
+    def kept(self, subs: Sequence[Sub], *keywords: str) -> None:
+        for keyword in keywords:
+            self.note(subs, keyword, Decision.ENFORCED, KEPT)
+
+    def checked(self, subs: Sequence[Sub], keyword: str, reason: str) -> None:
+        self.note(subs, keyword, Decision.CHECKED, reason)
+
+    # --- conjunctions -------------------------------------------------------------------------------------------
+
+    def compile(self, subs: tuple[Sub, ...], is_loose: bool) -> Node | None:
+        """Compile the conjunction of ``subs``. Loose: something around it is left out, so narrowing could lose all documents."""
+        self.num_nodes += 1
+        if self.num_nodes > MAX_NODES:
+            raise _TooLarge
+        flat, has_ref = self.flatten(subs)
+        if flat is None:
+            return None
+        if not has_ref:
+            return self.conjunction(flat, is_loose)
+        key = (frozenset((sub.path, id(sub.schema), sub.done) for sub in flat), is_loose)
+        name = self.names.get(key)
+        if name is None:
+            name = self.names[key] = f"n{len(self.names)}"
+            self.defs[name] = self.conjunction(flat, is_loose)
+        elif name in self.defs and self.defs[name] is None:
+            return None
+        return {"$ref": f"#/$defs/{name}"}
+
+    def flatten(self, subs: Sequence[Sub]) -> tuple[list[Sub] | None, bool]:
+        """Follow $ref and allOf, in place; None if one of them is ``false``. Also: whether there was a $ref."""
+        flat: list[Sub] = []
+        has_ref = False
+        queue = list(subs)
+        while queue:
+            sub = queue.pop(0)
+            if sub.schema is False:
+                return None, has_ref
+            if sub.schema is True or any(sub.schema is other.schema and sub.done == other.done for other in flat):
+                continue
+            following: list[Sub] = []
+            if isinstance(sub.get("$ref"), str):
+                has_ref = True
+                following.append(sub.target())
+                self.kept((sub,), "$ref")
+                if self.document.ignores_ref_siblings:
+                    queue = following + queue
+                    continue
+            if sub.has("allOf"):
+                following += [sub.child("allOf", index) for index in range(len(sub.schema["allOf"]))]
+                self.kept((sub,), "allOf")
+            flat.append(sub)
+            queue = following + queue
+        return flat, has_ref
+
+    def conjunction(self, flat: list[Sub], is_loose: bool) -> Node | None:
+        if any(sub.has("enum") or (sub.has("const") and "const" in self.document.draft.VALIDATORS) for sub in flat):
+            return self.enumeration(flat)
+        for keyword in ("anyOf", "oneOf"):
+            for position, sub in enumerate(flat):
+                if sub.has(keyword):
+                    return self.alternatives(flat, position, keyword, is_loose)
+        types = types_of(flat)
+        self.kept(flat, "type")
+        for keyword, reason in DROPPED.items():
+            present = [sub for sub in flat if sub.has(keyword)]
+            if present and keyword == "not" and all(_is_bare_type(sub.schema["not"]) for sub in present):
+                for sub in present:
+                    types -= types_of([sub.child("not")])
+                self.kept(present, keyword)
+            elif present:
+                self.checked(present, keyword, reason)
+                is_loose = True
+        return self.typed(flat, types, is_loose)
+
+    def enumeration(self, flat: list[Sub]) -> Node | None:
+        """An enum or const: its values that the whole conjunction accepts, so that every other keyword is kept too."""
+        values, unprintable = self.enums.fitting(flat)
+        for sub in flat:
+            for keyword in sub.schema:
+                if keyword in ASSERTIONS | APPLICATORS:
+                    if unprintable and keyword in ("enum", "const"):
+                        self.checked((sub,), keyword, "the grammar engine cannot write some of its numbers exactly")
+                    else:
+                        self.kept((sub,), keyword)
+        if unprintable and not values:
+            return {"type": "number"}
+        return {"enum": values} if values else None
+
+    def alternatives(self, flat: list[Sub], position: int, keyword: str, is_loose: bool) -> Node | None:
+        """Multiply out one anyOf or oneOf: the rest of the conjunction goes into every branch."""
+        sub = flat[position]
+        rest = [*flat[:position], Sub(sub.schema, sub.path, sub.resolver, sub.done | {keyword}), *flat[position + 1 :]]
+        branches = [sub.child(keyword, index) for index in range(len(sub.schema[keyword]))]
+        has_more = any(other.has(k) for other in rest for k in ASSERTIONS | APPLICATORS - {"$ref", "allOf"})
+        if has_more and (not self.is_multiplying or len(branches) > MAX_BRANCH_WORK):
+            self.checked((sub,), keyword, "too large to be combined with the keywords beside it")
+            return self.conjunction(rest, True)
+        # A branch that may have to stay open keeps oneOf honest: closing is a choice made per branch.
+        nodes = [self.compile((*rest, branch), is_loose) for branch in branches]
+        if keyword == "oneOf" and not self.are_disjoint(rest, branches, nodes):
+            self.checked((sub,), keyword, "more than one branch may match, which the grammar engine does not exclude")
+        else:
+            self.kept((sub,), keyword)
+        return _any_of([node for node in nodes if node is not None])
+
+    def are_disjoint(self, rest: list[Sub], branches: list[Sub], nodes: list[Node | None]) -> bool:
+        """Whether no document generated for one branch is accepted by another."""
+        if len(branches) > MAX_BRANCH_WORK:
+            return False
+        return all(
+            self.excludes(node, other, rest)
+            for i, node in enumerate(nodes)
+            for j, other in enumerate(branches)
+            if i != j and node is not None
+        )
+
+    def excludes(self, node: Node, branch: Sub, rest: list[Sub]) -> bool:
+        """Whether ``branch`` surely rejects every document of ``node``."""
+        node = self.resolve(node)
+        if "anyOf" in node:
+            return all(self.excludes(option, branch, rest) for option in node["anyOf"])
+        validator = self.document.validator_at(branch)
+        if "enum" in node:
+            return not any(validator.is_valid(value) for value in node["enum"])
+        flat, _ = self.flatten((branch,))
+        if flat is None:
+            return True
+        if "type" in node and not JSON_TYPES[node["type"]] & types_of(flat):
+            return True
+        if node.get("type") != "object":
+            return False
+        properties = node.get("properties", {})
+        for sub in flat:
+            if node.get("additionalProperties") is False and set(sub.get("required") or ()) - set(properties):
+                return True
+            for name in node.get("required", ()):
+                value = self.resolve(properties[name])
+                if not sub.has("properties") or name not in sub.schema["properties"]:
+                    if sub.get("additionalProperties") is False and not sub.get("patternProperties"):
+                        return True
+                elif self.excludes(value, sub.child("properties", name), []):
+                    return True
+        return False
+
+    def resolve(self, node: Node) -> Node:
+        """Follow the normal form's own references."""
+        seen = set()
+        while "$ref" in node and node["$ref"] not in seen:
+            seen.add(node["$ref"])
+            node = self.defs.get(node["$ref"].removeprefix("#/$defs/")) or {}
+        return node
+
+    def typed(self, flat: list[Sub], types: frozenset[str], is_loose: bool) -> Node | None:
+        """One node per type. A schema that names no type but has keywords of one is read as being of that type."""
+        makers: dict[str, tuple[frozenset[str], Callable[[], Node | None]]] = {
+            "object": (OBJECT_KEYWORDS, lambda: self.object_node(flat, is_loose)),
+            "array": (ARRAY_KEYWORDS, lambda: self.array_node(flat, is_loose)),
+            "string": (STRING_KEYWORDS, lambda: string_node(flat, self)),
+            "number": (NUMBER_KEYWORDS, lambda: number_node(flat, self, is_integer="fraction" not in types)),
+            "boolean": (frozenset(), lambda: {"type": "boolean"}),
+            "null": (frozenset(), lambda: {"type": "null"}),
+        }
+        present = [name for name in makers if JSON_TYPES[name] & types]
+        used = [name for name in present if any(sub.has(keyword) for sub in flat for keyword in makers[name][0])]
+        if len(types) == len(JSON_TYPES["any"]):
+            if not used:
+                return {}
+            if not is_loose:
+                present = used
+        return _any_of([node for name in present if (node := makers[name][1]()) is not None])
+
+    # --- objects ------------------------------------------------------------------------------------------------
+
+    def object_node(self, flat: list[Sub], is_loose: bool) -> Node | None:
+        names = _property_names(flat)
+        required = list(dict.fromkeys(name for sub in flat for name in _required(sub)))
+        low = max([0, *(int(sub.get("minProperties") or 0) for sub in flat)])
+        highs = [int(sub.schema["maxProperties"]) for sub in flat if sub.has("maxProperties")]
+        patterns = [sub for sub in flat if sub.get("patternProperties")]
+        is_closed = self.is_closed(flat, names, low, is_loose)
+        properties: dict[str, Node] = {}
+        for name in names:
+            children = self.property_subs(flat, name)
+            node = None if children is None else self.compile(children, is_loose)
+            if node is not None:
+                properties[name] = node
+            elif name in required:
+                return None
+            elif not is_closed:
+                self.checked(flat, "properties", f"an open object may still have the forbidden key {name!r}")
+        result: Node = {"type": "object", "properties": properties}
+        if kept := [name for name in properties if name in required]:
+            result["required"] = kept
+        result["additionalProperties"] = False if is_closed else self.additional(flat, patterns, names, is_loose)
+        self.note_object(flat, patterns, bool(names), is_closed)
+        return self.count_properties(result, low, min(highs) if highs else None, flat)
+
+    def is_closed(self, flat: list[Sub], names: list[str], low: int, is_loose: bool) -> bool:
+        """Whether no other key is generated: demanded, or our choice where the schema leaves it open."""
+        if any(sub.get("patternProperties") for sub in flat):
+            return False
+        if any(sub.get("additionalProperties") is False or sub.get("unevaluatedProperties") is False for sub in flat):
+            return True
+        says_open = any(sub.has("additionalProperties") or sub.has("unevaluatedProperties") for sub in flat)
+        return bool(names) and not says_open and not is_loose and low <= len(names)
+
+    def property_subs(self, flat: list[Sub], name: str) -> tuple[Sub, ...] | None:
+        """The subschemas that the value of property ``name`` must fit; None: the key itself is not allowed."""
+        children: list[Sub] = []
+        for sub in flat:
+            before = len(children)
+            if name in (sub.get("properties") or {}):
+                children.append(sub.child("properties", name))
+            for pattern in sub.get("patternProperties") or {}:
+                if re.search(pattern, name):
+                    children.append(sub.child("patternProperties", pattern))
+            if len(children) == before and sub.has("additionalProperties"):
+                children.append(sub.child("additionalProperties"))
+            if sub.has("propertyNames") and not self.document.validator_at(sub.child("propertyNames")).is_valid(name):
+                return None
+        if not children and any(sub.get("unevaluatedProperties") is False for sub in flat):
+            return None
+        return tuple(children)
+
+    def additional(self, flat: list[Sub], patterns: list[Sub], names: list[str], is_loose: bool) -> Node | bool:
+        """The schema of all other keys' values; anything where patternProperties decide about them."""
+        subs = tuple(sub.child("additionalProperties") for sub in flat if sub.has("additionalProperties"))
+        if patterns:
+            self.checked(flat, "additionalProperties", "patternProperties beside it are checked")
+            return True
+        node = self.compile(subs, is_loose) if subs else {}
+        return False if node is None else node or True
+
+    def note_object(self, flat: list[Sub], patterns: list[Sub], has_names: bool, is_closed: bool) -> None:
+        self.checked(patterns, "patternProperties", "the grammar engine keeps them only without other keys")
+        if not is_closed:
+            if has_names:
+                reason = "kept, but an open object may repeat a key in an escaped spelling"
+                self.checked(flat, "properties", reason)
+            self.checked(flat, "propertyNames", "the grammar engine keeps it only without other keywords")
+            self.checked(flat, "unevaluatedProperties", "the object is open to other keys")
+        self.kept(flat, "properties", "required", "additionalProperties", "propertyNames", "unevaluatedProperties")
+        self.kept(flat, "minProperties", "maxProperties")
+
+    def count_properties(self, node: Node, low: int, high: int | None, flat: list[Sub]) -> Node | None:
+        num_names, num_required = len(node["properties"]), len(node.get("required", ()))
+        is_closed = node["additionalProperties"] is False
+        if high is not None and (high < low or high < num_required):
+            return None
+        if is_closed and low > num_names:
+            return None
+        if low > num_required:
+            node["minProperties"] = low
+        if high == 0:
+            return {"type": "object", "properties": {}, "additionalProperties": False}
+        if high is not None and not (is_closed and high >= num_names):
+            node["maxProperties"] = high
+        return node
+
+    # --- arrays -------------------------------------------------------------------------------------------------
+
+    def array_node(self, flat: list[Sub], is_loose: bool) -> Node | None:
+        for keyword, reason in {
+            "contains": "the grammar engine cannot demand an item",
+            "minContains": "the grammar engine cannot count items of a kind",
+            "maxContains": "the grammar engine cannot count items of a kind",
+            "uniqueItems": "the grammar engine does not compare items",
+        }.items():
+            present = [sub for sub in flat if sub.has(keyword) and sub.schema[keyword] is not False]
+            self.checked(present, keyword, reason)
+            is_loose |= bool(present) and keyword != "uniqueItems"
+        low = max([0, *(int(sub.get("minItems") or 0) for sub in flat)])
+        highs = [int(sub.schema["maxItems"]) for sub in flat if sub.has("maxItems")]
+        high = min(highs) if highs else None
+        num_prefix = max(len(_prefix(sub)) for sub in flat)
+        prefix: list[Node] = []
+        for index in range(num_prefix if high is None else min(num_prefix, high)):
+            node = self.compile(self.item_subs(flat, index), is_loose)
+            if node is None:
+                high = index
+                break
+            prefix.append(node)
+        rest: Node | None = None
+        if high is None or high > len(prefix):
+            rest = self.compile(self.item_subs(flat, None), is_loose)
+        if rest is None:
+            high = len(prefix)
+        self.kept(flat, "items", "prefixItems", "additionalItems", "minItems", "maxItems")
+        self.checked(flat, "unevaluatedItems", "items that other keywords describe are not tracked")
+        if high is not None and low > high:
+            return None
+        return _array(prefix, rest, low, high)
+
+    def item_subs(self, flat: list[Sub], index: int | None) -> tuple[Sub, ...]:
+        """The subschemas of item ``index``; None: of the items after every prefix."""
+        children = []
+        for sub in flat:
+            prefix = _prefix(sub)
+            if index is not None and index < len(prefix):
+                children.append(prefix[index])
+            elif (rest := _rest(sub)) is not None:
+                children.append(rest)
+        return tuple(children)
+
+    # --- the end ------------------------------------------------------------------------------------------------
+
+    def finish(self, root: Node | None) -> Node | None:
+        """Cut what no finite document can reach and attach the named nodes that are still used."""
+        finite: set[str] = set()
+        while True:
+            more = {
+                n for n, d in self.defs.items() if n not in finite and d is not None and _prune(d, finite) is not None
+            }
+            if not more:
+                break
+            finite |= more
+        result = None if root is None else _prune(root, finite)
+        if result is None:
+            return None
+        defs = {name: _prune(node, finite) for name, node in self.defs.items() if node is not None and name in finite}
+        used: dict[str, Node | None] = {}
+        queue = [*_references(result)]
+        while queue:
+            name = queue.pop()
+            if name not in used:
+                used[name] = defs[name]
+                queue += _references(defs[name])
+        return {**result, "$defs": used} if used else result
+
+
+def _prune(node: Node, finite: set[str]) -> Node | None:
+    """Rebuild a node without the parts that lead to unfinished names; None if nothing is left."""
+    if "$ref" in node:
+        return node if node["$ref"].removeprefix("#/$defs/") in finite else None
+    if "anyOf" in node:
+        return _any_of([kept for option in node["anyOf"] if (kept := _prune(option, finite)) is not None])
+    if node.get("type") == "object":
+        return _prune_object(node, finite)
+    if node.get("type") == "array":
+        prefix: list[Node] = []
+        for item in node.get("prefixItems", ()):
+            kept = _prune(item, finite)
+            if kept is None:
+                return _array(prefix, None, node.get("minItems", 0), len(prefix))
+            prefix.append(kept)
+        rest = None if node["items"] is False else _prune(node["items"], finite)
+        return _array(prefix, rest, node.get("minItems", 0), node.get("maxItems") if rest is not None else len(prefix))
+    return node
+
+
+def _prune_object(node: Node, finite: set[str]) -> Node | None:
+    properties = {name: kept for name, p in node["properties"].items() if (kept := _prune(p, finite)) is not None}
+    if any(name not in properties for name in node.get("required", ())):
+        return None
+    others = node["additionalProperties"]
+    if isinstance(others, dict):
+        others = _prune(others, finite) or False
+    if others is False and node.get("minProperties", 0) > len(properties):
+        return None
+    return {**node, "properties": properties, "additionalProperties": others}
+
+
+def _array(prefix: list[Node], rest: Node | None, low: int, high: int | None) -> Node | None:
+    if high is not None and low > high:
+        return None
+    node: Node = {"type": "array"}
+    if prefix:
+        node["prefixItems"] = prefix
+    node["items"] = False if rest is None or high == len(prefix) else rest
+    if low:
+        node["minItems"] = low
+    if high is not None and node["items"] is not False:
+        node["maxItems"] = high
+    return node
+
+
+def _any_of(nodes: list[Node]) -> Node | None:
+    """The union of nodes: enums become one, nested unions flat."""
+    options: list[Node] = []
+    values: list[Any] = []
+    for node in (option for n in nodes for option in (n["anyOf"] if set(n) == {"anyOf"} else (n,))):
+        if set(node) == {"enum"}:
+            if not values:
+                options.append({"enum": values})
+            values += [v for v in node["enum"] if not any(type(v) is type(w) and v == w for w in values)]
+        elif node not in options:
+            options.append(node)
+    if not options:
+        return None
+    return options[0] if len(options) == 1 else {"anyOf": options}
+
+
+def _references(node: Any) -> list[str]:
+    if isinstance(node, list):
+        return [name for item in node for name in _references(item)]
+    if not isinstance(node, dict) or "enum" in node and isinstance(node["enum"], list):
+        return []
+    if isinstance(node.get("$ref"), str):
+        return [node["$ref"].removeprefix("#/$defs/")]
+    found = [name for key, value in node.items() if key != "properties" for name in _references(value)]
+    return found + [name for value in (node.get("properties") or {}).values() for name in _references(value)]
+
+
+def _property_names(flat: list[Sub]) -> list[str]:
+    """Keys in the order of the schema: declared ones first, then those that are only required."""
+    declared = (name for sub in flat for name in sub.get("properties") or ())
+    return list(dict.fromkeys([*declared, *(name for sub in flat for name in _required(sub))]))
+
+
+def _required(sub: Sub) -> list[str]:
+    value = sub.get("required")
+    return list(value) if isinstance(value, list) else []  # draft 3 has a boolean inside the property
+
+
+def _prefix(sub: Sub) -> list[Sub]:
+    keyword = "items" if isinstance(sub.get("items"), list) else "prefixItems"
+    items = sub.get(keyword)
+    return [sub.child(keyword, index) for index in range(len(items))] if isinstance(items, list) else []
+
+
+def _rest(sub: Sub) -> Sub | None:
+    keyword = "additionalItems" if isinstance(sub.get("items"), list) else "items"
+    return sub.child(keyword) if sub.has(keyword) else None
+
+
+def _is_bare_type(schema: Any) -> bool:
+    return isinstance(schema, dict) and set(schema) == {"type"}
+
+
+__all__ = ["compile_schema", "escape_pointer"]

@@ -65,5 +65,17 @@ def _open_reference(device: torch.device, dtype: torch.dtype) -> tuple[Kernels, 
     return kernels, (linear, rest)
 
 
-BACKENDS = (Backend("reference", _open_reference, aliases=("torch",)),)
+def _open_triton(device: torch.device, dtype: torch.dtype) -> tuple[Kernels, tuple[Choice, ...]]:
+    if device.type != "cuda":
+        raise BackendError(f"its kernels need an NVIDIA GPU, not {device}")
+    try:
+        from kernels.triton_dense import TritonKernels
+    except ImportError as error:
+        raise BackendError(f"triton cannot be imported: {error}") from error
+    linear = Choice("linear", "torch", f"cuBLAS through torch on {device}")
+    fused = Choice("everything else", "triton", f"fused kernels on {torch.cuda.get_device_name(device)}")
+    return TritonKernels(device, dtype), (linear, fused)
+
+
+BACKENDS = (Backend("triton", _open_triton), Backend("reference", _open_reference, aliases=("torch",)))
 """In the order in which "auto" tries them: fastest first."""

@@ -1,0 +1,148 @@
+"""The Triton kernels against the reference: on a GPU where there is one, otherwise in Triton's interpreter."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kernels.api import AttentionBatch, SamplingBatch
+from kernels.reference import ReferenceKernels
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from kernels.triton_dense import TritonKernels
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of -inf arithmetic in the interpreter
+HAS_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+DTYPES = list(TOLERANCE) if HAS_GPU else [torch.float32]
+EXAMPLES = 60 if HAS_GPU else 8
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+
+
+def relative_error(got: Tensor, wanted: Tensor) -> float:
+    return float((got.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-30))
+
+
+def both(dtype: torch.dtype, operation: Callable[[Any, torch.dtype], tuple[Tensor, ...]]) -> None:
+    """Run an operation on Triton in ``dtype`` and on the reference in float32; each pair of outputs must agree."""
+    got = operation(TritonKernels(DEVICE, dtype), dtype)
+    wanted = operation(ReferenceKernels(DEVICE, torch.float32), torch.float32)
+    for one, other in zip(got, wanted, strict=True):
+        assert one.dtype == dtype
+        assert relative_error(one, other) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_equal_the_reference_on_views_too(dtype: torch.dtype) -> None:
+    weight, fused = draw(48, seed=1), draw(5, 6 * 48, seed=2)
+
+    def norms(kernels: Any, kind: torch.dtype) -> tuple[Tensor, ...]:
+        heads = fused.to(kind)[:, 48:192].unflatten(-1, (3, 48))
+        rows, residual = fused.to(kind)[:, :48].contiguous(), fused.to(kind)[:, 48:96].contiguous()
+        summed = kernels.add_rms_norm(rows.clone(), residual.clone(), weight.to(kind), 1e-5)
+        return kernels.rms_norm(heads, weight.to(kind), 1e-6), kernels.rms_norm(rows, weight.to(kind), 1e-5), *summed
+
+    both(dtype, norms)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rotary_and_swiglu_equal_the_reference(dtype: torch.dtype) -> None:
+    fused, angles = draw(7, (5 + 2) * 32, seed=3), draw(7, 16, seed=4).repeat(1, 2)
+
+    def pointwise(kernels: Any, kind: torch.dtype) -> tuple[Tensor, ...]:
+        q, k = (part.unflatten(-1, (-1, 32)) for part in fused.to(kind).split([160, 64], dim=-1))
+        rotated = kernels.rotary(q, k, angles.cos().to(kind), angles.sin().to(kind))
+        return *rotated, kernels.silu_mul(fused.to(kind))
+
+    both(dtype, pointwise)
+
+
+def test_keys_and_values_land_in_their_slots_and_nowhere_else() -> None:
+    fused = draw(4, 4 * 16, seed=5)
+    k, v = (part.unflatten(-1, (2, 16)) for part in fused.split(32, dim=-1))
+    slots = torch.tensor([9, 2, 31, 16], device=DEVICE)
+    caches = [draw(2, 4, 8, 2, 16, seed=6) for _ in range(2)]
+    TritonKernels(DEVICE).write_kv(caches[0], slots, k, v)
+    ReferenceKernels(DEVICE).write_kv(caches[1], slots, k, v)
+    assert torch.equal(*caches)
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(data=st.data())
+def test_paged_attention_equals_the_reference(data: st.DataObject) -> None:
+    dtype = data.draw(st.sampled_from(DTYPES))
+    kv_heads, group = data.draw(st.sampled_from([(1, 4), (2, 2), (3, 3), (2, 1), (1, 16)]))
+    head_size, block_size = data.draw(st.sampled_from([16, 64, 96])), data.draw(st.sampled_from([4, 16, 64]))
+    window = data.draw(st.sampled_from([None, 1, 17]))
+    query_lens = [1] * data.draw(st.integers(0, 6)) + data.draw(st.lists(st.integers(1, 150), max_size=3))
+    if not query_lens:
+        query_lens = [1]
+    num_decodes = next((at for at, length in enumerate(query_lens) if length != 1), len(query_lens))
+    seq_lens = [length + data.draw(st.integers(0, 200)) for length in query_lens]
+    batch, num_blocks = make_batch(query_lens, seq_lens, num_decodes, block_size)
+    q = draw(sum(query_lens), kv_heads * group, head_size, seed=7)
+    cache = draw(2, num_blocks, block_size, kv_heads, head_size, seed=8)
+
+    def attend(kernels: Any, kind: torch.dtype) -> tuple[Tensor, ...]:
+        out = kernels.attention(q.to(kind), cache.to(kind), batch, scale=head_size**-0.5, window=window)
+        assert not out.isnan().any()
+        return (out,)
+
+    both(dtype, attend)
+
+
+def make_batch(
+    query_lens: list[int], seq_lens: list[int], num_decodes: int, block_size: int
+) -> tuple[AttentionBatch, int]:
+    num_blocks = [-(-length // block_size) for length in seq_lens]
+    order = (torch.randperm(sum(num_blocks), generator=torch.Generator().manual_seed(9)) + 1).tolist()
+    table = torch.zeros(len(seq_lens), max(num_blocks), dtype=torch.int64)
+    for row, count in zip(table, num_blocks, strict=True):
+        row[:count] = torch.tensor([order.pop() for _ in range(count)])
+    starts = torch.tensor([0, *query_lens]).cumsum(0)
+    batch = AttentionBatch(
+        slots=torch.zeros(sum(query_lens), dtype=torch.int64, device=DEVICE),
+        block_table=table.to(DEVICE),
+        seq_lens=torch.tensor(seq_lens, device=DEVICE),
+        query_starts=starts.to(DEVICE),
+        positions=torch.zeros(sum(query_lens), dtype=torch.int64, device=DEVICE),
+        query_lens=tuple(query_lens),
+        host_seq_lens=tuple(seq_lens),
+        num_decodes=num_decodes,
+    )
+    return batch, sum(num_blocks) + 1
+
+
+def test_the_mask_bans_exactly_the_zero_bits() -> None:
+    words = torch.randint(-(2**31), 2**31 - 1, (3, 157), dtype=torch.int32, device=DEVICE)
+    logits = draw(3, 5000, seed=10)
+    expected = logits.clone()
+    TritonKernels(DEVICE).apply_token_bitmask(logits, words)
+    ReferenceKernels(DEVICE).apply_token_bitmask(expected, words)
+    assert torch.equal(logits, expected)
+
+
+def test_greedy_takes_the_first_of_the_largest_and_marks_dead_rows() -> None:
+    logits = draw(5, 9001, seed=11)
+    logits[1, [17, 4000, 8999]] = 50.0
+    logits[2] = -torch.inf
+    logits[3, :9000] = -torch.inf
+    zeros = torch.zeros(5, dtype=torch.int64, device=DEVICE)
+    batch = SamplingBatch(zeros.float(), zeros, zeros, is_all_greedy=True)
+    tokens, logprobs = TritonKernels(DEVICE).sample(logits.clone(), batch)
+    wanted_tokens, wanted_logprobs = ReferenceKernels(DEVICE).sample(logits.clone(), batch)
+    assert tokens.tolist() == wanted_tokens.tolist()
+    assert tokens[1] == 17
+    assert tokens[2] == -1
+    assert tokens[3] == 9000
+    torch.testing.assert_close(logprobs, wanted_logprobs, rtol=1e-5, atol=1e-5)

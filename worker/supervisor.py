@@ -14,7 +14,8 @@ import structlog
 
 from jobs.broker import ensure_broker
 from jobs.finish import try_finish
-from jobs.job import Job, list_job_ids
+from jobs.job import SUCCESS_FILE, Job
+from jobs.store import exists
 from schemas.errors import NightmillError
 from schemas.records import JobState
 
@@ -33,7 +34,7 @@ class Supervisor(threading.Thread):
         self._is_idle = is_idle
         self._stopped = threading.Event()
         self._name = f"{socket.gethostname()}-{os.getpid()}"
-        self._ended: set[str] = set()  # jobs that need no further look
+        self._others: set[str] = set()  # jobs of other queues
 
     def run(self) -> None:
         """Work until ``stop``; a failure is logged and tried again."""
@@ -63,14 +64,16 @@ class Supervisor(threading.Thread):
         queue, name = self._app.job_queue, self._app.model.queue
         if queue.depth(name) or not queue.take_turn(name, self._app.settings.worker.reconcile_interval_s / 2):
             return
-        for job_id in list_job_ids(self._app.store):
-            if job_id not in self._ended and not self._stopped.is_set():
+        for job_id in Job.list_ids(self._app.store):
+            if job_id not in self._others and not self._stopped.is_set():
                 self._attempt(lambda job_id=job_id: self._look_after(job_id))
 
     def _look_after(self, job_id: str) -> None:
+        if exists(self._app.store, f"{job_id}/{SUCCESS_FILE}"):
+            return
         job = Job.open(self._app.store, job_id)
         if job.spec.model.queue != self._app.model.queue:
-            self._ended.add(job_id)
+            self._others.add(job_id)
         elif job.state() in UNFINISHED:
             if not job.pending():
                 try_finish(job)

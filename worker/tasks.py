@@ -18,7 +18,7 @@ from jobs.finish import try_finish
 from jobs.job import Job
 from jobs.queue import TASK_NAME
 from jobs.results import run_rows
-from schemas.errors import EngineError, Interrupted, JobNotFound, NotFound, StoreError
+from schemas.errors import EngineError, InputDataError, Interrupted, JobError, JobNotFound, NotFound, StoreError
 from schemas.records import Chunk, Completion, Constraint, Request, RowResult, RowStatus
 from worker.pool import Slot, current_slot
 
@@ -55,8 +55,8 @@ def _receive(app: Any, slot: Slot, job_id: str, index: int) -> None:
     app.on_hop("received")
     try:
         job = Job.open(app.store, job_id)
-    except JobNotFound:
-        log.warning("job_is_gone")
+    except (JobNotFound, JobError) as error:
+        log.error("job_unusable", reason=str(error))
         return
     if not job.is_committed(index):
         if job.is_cancelled() or job.is_paused():
@@ -69,8 +69,16 @@ def _receive(app: Any, slot: Slot, job_id: str, index: int) -> None:
             app.on_hop("leased")
             if not ChunkRun(app, slot, job, job.chunks[index]).run():
                 return
-    try_finish(job)
+    _finish(job)
     app.on_hop("finished")
+
+
+def _finish(job: Job) -> None:
+    """Finish the job if this was its last chunk; a failure is not this chunk's, and idle workers try again."""
+    try:
+        try_finish(job)
+    except (StoreError, JobError, InputDataError) as error:
+        log.error("finish_failed", reason=str(error))
 
 
 class ChunkRun:

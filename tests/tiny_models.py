@@ -183,6 +183,11 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             shapes[f"{prefix}self_attn.{name}_proj.weight"] = (size, hidden)
             if config["model_type"] == "qwen2" or config.get("attention_bias"):
                 shapes[f"{prefix}self_attn.{name}_proj.bias"] = (size,)
+        if config.get("attention_bias"):
+            shapes[f"{prefix}self_attn.o_proj.bias"] = (hidden,)
+        if config.get("mlp_bias"):
+            shapes |= {f"{prefix}mlp.{name}_proj.bias": (inner,) for name in ("gate", "up")}
+            shapes[f"{prefix}mlp.down_proj.bias"] = (hidden,)
         if config["model_type"] == "qwen3":
             shapes |= {f"{prefix}self_attn.{name}_norm.weight": (head_dim,) for name in "qk"}
         shapes |= {

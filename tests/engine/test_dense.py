@@ -1,0 +1,129 @@
+"""The native decoder against transformers' modelling code, the oracle, on tiny random checkpoints in fp32."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.models.dense import DenseModel
+from engine.weights import load_model
+from kernels.reference import ReferenceKernels
+from schemas.model_files import ModelFiles
+from schemas.records import ModelRef
+from tests.step_batches import BLOCK_SIZE, block_tables, step_batch
+from tests.tiny_models import FAMILIES, VOCAB_SIZE, write_tiny_model
+
+TOLERANCE = 1e-3
+CPU = torch.device("cpu")
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {family: (family, {}) for family in FAMILIES} | {
+    "llama-linear-rope": ("llama", {"rope_scaling": {"type": "linear", "factor": 4.0}}),
+    "llama-yarn": (
+        "llama",
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}},
+    ),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "qwen2-windows": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]},
+    ),
+    "qwen3-untied": ("qwen3", {"tie_word_embeddings": False}),
+    "mistral-no-window": ("mistral", {"sliding_window": None}),
+}
+
+
+def load_tiny(directory: Path, dtype: str = "float32") -> DenseModel:
+    ref = ModelRef(name=str(directory), digest="0" * 16, dtype=dtype)  # type: ignore[arg-type]
+    kernels = ReferenceKernels(CPU, getattr(torch, dtype))
+    model = load_model(ModelFiles(directory, "huggingface"), ref, kernels, CPU)
+    assert isinstance(model, DenseModel)
+    return model
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[DenseModel, Any]:
+    from transformers import AutoModelForCausalLM
+
+    family, overrides = VARIANTS[request.param]
+    directory = write_tiny_model(tmp_path_factory.mktemp("model"), family, **overrides)
+    oracle = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    return load_tiny(directory), oracle
+
+
+def expected_logits(oracle: Any, token_ids: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        return oracle(torch.tensor([token_ids])).logits[0].float()
+
+
+def random_ids(length: int, seed: int) -> list[int]:
+    return torch.randint(3, VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def test_a_whole_prompt_has_the_oracles_logits_at_every_row(pair: tuple[DenseModel, Any]) -> None:
+    model, oracle = pair
+    ids = random_ids(61, seed=1)
+    cache = model.alloc_cache(32, BLOCK_SIZE)
+    batch = step_batch([ids], [0], block_tables([61]), logits_rows=range(61))
+    torch.testing.assert_close(
+        model.logits(model.forward(batch, cache)), expected_logits(oracle, ids), atol=TOLERANCE, rtol=0
+    )
+
+
+def test_chunks_then_decode_steps_have_the_oracles_logits(pair: tuple[DenseModel, Any]) -> None:
+    model, oracle = pair
+    ids = random_ids(45, seed=2)
+    expected = expected_logits(oracle, ids)
+    cache, tables = model.alloc_cache(32, BLOCK_SIZE), block_tables([45], seed=3)
+    start = 0
+    for size in (7, 1, 16, 5, *[1] * 16):
+        logits = model.logits(model.forward(step_batch([ids[start : start + size]], [start], tables), cache))
+        start += size
+        torch.testing.assert_close(logits[0], expected[start - 1], atol=TOLERANCE, rtol=0)
+
+
+def test_a_mixed_batch_has_the_oracles_logits(pair: tuple[DenseModel, Any]) -> None:
+    model, oracle = pair
+    prefix = random_ids(16, seed=4)
+    prompts = [prefix + random_ids(length, seed=length) for length in (5, 17, 3, 9, 4, 30, 12)]
+    cached = [20, 32, 18, 24, 19, 0, 22]  # five decodes, of which the first five share a prefix; then two prefills
+    tables = block_tables([len(ids) for ids in prompts], seed=5)
+    tables = [[*tables[0][: 16 // BLOCK_SIZE], *table[16 // BLOCK_SIZE :]] for table in tables]
+    tables[5] = block_tables([46], seed=6)[0]
+    tables[5] = [block + 100 for block in tables[5]]
+    cache = model.alloc_cache(150, BLOCK_SIZE)
+    for ids, num_cached, table in zip(prompts, cached, tables, strict=True):
+        if num_cached:
+            model.forward(step_batch([ids[:num_cached]], [0], [table], logits_rows=[]), cache)
+    batch = step_batch([ids[n:] for ids, n in zip(prompts, cached, strict=True)], cached, tables)
+    assert batch.attention.num_decodes == 5
+    logits = model.logits(model.forward(batch, cache))
+    expected = torch.stack([expected_logits(oracle, ids)[-1] for ids in prompts])
+    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+
+
+def test_hidden_states_come_for_logit_rows_only(tmp_path: Path) -> None:
+    model = load_tiny(write_tiny_model(tmp_path))
+    cache = model.alloc_cache(8, BLOCK_SIZE)
+    batch = step_batch([random_ids(9, seed=0)], [0], block_tables([9]), logits_rows=[3, 8])
+    assert model.forward(batch, cache).shape == (2, 64)
+    empty = step_batch([random_ids(9, seed=0)], [0], block_tables([9]), logits_rows=[])
+    assert model.logits(model.forward(empty, cache)).shape == (0, VOCAB_SIZE)
+
+
+def test_a_cache_takes_the_bytes_it_announces(tmp_path: Path) -> None:
+    model = load_tiny(write_tiny_model(tmp_path), "bfloat16")
+    cache = model.alloc_cache(5, BLOCK_SIZE)
+    assert sum(layer.nbytes for layer in cache) == 5 * model.cache_bytes_per_block(BLOCK_SIZE)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_stays_close_to_fp32(tmp_path: Path, dtype: str) -> None:
+    directory = write_tiny_model(tmp_path, "qwen2")
+    ids, tables = random_ids(40, seed=7), block_tables([40])
+    wanted, got = (
+        model.logits(model.forward(step_batch([ids], [0], tables, logits_rows=range(40)), model.alloc_cache(16, 4)))
+        for model in (load_tiny(directory), load_tiny(directory, dtype))
+    )
+    assert got.dtype == torch.float32
+    assert (got - wanted).abs().mean() < 0.1 * wanted.abs().mean()

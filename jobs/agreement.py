@@ -1,0 +1,83 @@
+"""How often labels equal the known ones of ``--gold``. Reads inputs and parts; knows no output files."""
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from jobs.arrow_types import output_names
+from jobs.job import Job
+from jobs.source import ChunkReader
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """``num_equal`` of ``num_compared`` rows: those that have a label and a gold value."""
+
+    num_equal: int
+    num_compared: int
+
+    @property
+    def share(self) -> float | None:
+        """Between 0 and 1; None if nothing could be compared."""
+        return self.num_equal / self.num_compared if self.num_compared else None
+
+
+def measure_agreement(job: Job) -> Agreement | None:
+    """Compare all labels with the gold column; None if the job has none. Raises JobError if an input changed."""
+    gold_column = job.spec.gold_column
+    if gold_column is None:
+        return None
+    label_column, reader = output_names(job.spec.output_column)[0], ChunkReader()
+    num_equal = num_compared = 0
+    try:
+        for chunk in job.chunks:
+            labels = job.read_part(chunk.index)[label_column].to_pylist()
+            golds = (row[gold_column] for row in job.read_rows(chunk, [gold_column], reader))
+            for label, gold in zip(labels, golds, strict=True):
+                if label is not None and gold is not None:
+                    num_compared += 1
+                    num_equal += agrees(label, gold, gold_column)
+    finally:
+        reader.close()
+    return Agreement(num_equal, num_compared)
+
+
+def agrees(label: Any, gold: Any, gold_column: str) -> bool:
+    """Whether a label says what the gold value says.
+
+    Several completions vote. An object is compared as a whole with an object (or its JSON text); with anything
+    else, by its field of the gold column's name, or by its only field. Scalars are compared as text.
+    """
+    if isinstance(label, list) and not isinstance(gold, list):
+        label = _majority(label)
+    if isinstance(label, dict) and not isinstance(gold, dict):
+        as_object = _parse_object(gold)
+        if as_object is not None:
+            gold = as_object
+        elif gold_column in label or len(label) == 1:
+            label = label.get(gold_column, next(iter(label.values())))
+    if isinstance(label, dict | list) or isinstance(gold, dict | list):
+        return bool(label == gold)
+    return _as_text(label) == _as_text(gold)
+
+
+def _majority(labels: list[Any]) -> Any:
+    votes = Counter(json.dumps(label, sort_keys=True, default=str) for label in labels if label is not None)
+    return json.loads(votes.most_common(1)[0][0]) if votes else None
+
+
+def _parse_object(gold: Any) -> dict[str, Any] | None:
+    if not isinstance(gold, str) or not gold.lstrip().startswith("{"):
+        return None
+    try:
+        parsed = json.loads(gold)
+    except ValueError:
+        return None
+    return parsed if isinstance(parsed, dict) else None
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)

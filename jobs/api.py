@@ -1,0 +1,238 @@
+"""The job verbs as functions, for schedulers (Airflow, Dagster, cron): typed arguments, values back, nothing printed.
+
+    job = submit(prepare(Submission(inputs=("data.parquet",), constraint=load_constraint(...)), settings), settings)
+    state = wait(job, settings)
+
+The command lines are thin covers of these. Knows no terminal.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import PurePosixPath
+from typing import Literal
+
+import pyarrow as pa
+import structlog
+
+from jobs.arrow_types import label_column
+from jobs.broker import ensure_broker
+from jobs.finish import try_finish
+from jobs.job import Job, check_output_columns
+from jobs.local_worker import LocalWorker
+from jobs.plan import Plan, make_chunks
+from jobs.prompts import Prompt, PromptBuilder, Refusal
+from jobs.queue import Queue
+from jobs.source import ChunkReader, Inputs, scan_inputs
+from jobs.store import open_store
+from jobs.wait import Reporter, Snapshot, Waiter
+from schemas.constraints import KeywordDecision, enforcement_plan
+from schemas.errors import BrokerError, ConstraintError, InputDataError, JobNotFound
+from schemas.model_files import model_ref
+from schemas.records import Chunk, Constraint, ConstraintKind, JobSpec, JobState, RetryPolicy, Sampling
+from schemas.settings import Settings
+
+NUM_EXAMPLE_ROWS = 100
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submission:
+    """What a user asks for, before anything is looked at. Fields mean what JobSpec's of the same name mean."""
+
+    inputs: Sequence[str]  # paths, globs or URIs of Parquet files
+    name: str | None = None  # None: the first input's stem
+    prompt_template: str | None = None
+    prompt_column: str | None = None
+    messages_column: str | None = None
+    system: str | None = None
+    chat: bool = True
+    constraint: Constraint | None = None
+    constraint_column: str | None = None
+    constraint_column_kind: ConstraintKind | None = None
+    model: str = "smollm2"
+    revision: str | None = None
+    dtype: str = "auto"
+    quantization: Literal["none", "fp8"] = "none"
+    load_format: Literal["auto", "random"] = "auto"
+    max_model_len: int = 4096
+    sampling: Sampling = field(default_factory=Sampling)
+    num_completions: int = 1
+    seed: int = 0
+    retry: RetryPolicy = field(default_factory=RetryPolicy)
+    output_column: str = "label"
+    gold_column: str | None = None
+    columns: tuple[str, ...] | None = None
+    where: str | None = None
+    limit: int | None = None
+    output: str | None = None  # where final files go; None: inside the job directory
+    chunk_rows: int | None = None  # None: Settings
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A submission that passed every check; nothing is written yet."""
+
+    spec: JobSpec
+    plan: Plan
+    output: str | None
+    decisions: tuple[KeywordDecision, ...]  # how each keyword of the constraint is kept
+    example: Prompt | Refusal | None  # the first row's prompt, or the first row's refusal if the first rows have none
+    label_type: pa.DataType
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the job, after ``limit``."""
+        return sum(chunk.num_rows for chunk in self.plan.chunks)
+
+
+def prepare(submission: Submission, settings: Settings) -> Prepared:
+    """Check everything that can be checked without a broker, and plan the job. Writes nothing.
+
+    Raises InputDataError, PromptError, ConstraintError or ModelError saying what to change.
+    """
+    if submission.constraint is not None and submission.constraint_column is not None:
+        raise ConstraintError("give the job one constraint or a constraint column, not both")
+    decisions = () if submission.constraint is None else enforcement_plan(submission.constraint)
+    inputs = scan_inputs(submission.inputs)
+    spec = _make_spec(submission, inputs)
+    check_output_columns(spec, inputs.schema)
+    builder = PromptBuilder(spec, inputs.schema)
+    chunks = make_chunks(inputs.files, submission.chunk_rows or settings.jobs.chunk_rows, spec.limit)
+    example = _build_example(builder, spec, inputs.schema, chunks)
+    label_type = label_column(spec).type
+    return Prepared(spec, Plan(chunks, inputs.schema), submission.output, decisions, example, label_type)
+
+
+def submit(prepared: Prepared, settings: Settings) -> Job:
+    """Write the job's directory and queue its chunks. The same submission again returns the same job.
+
+    Without a configured broker the embedded one is started; somebody must still serve the queue: ``wait`` does.
+    Raises StoreError, or BrokerError that says how to go on: the directory is intact then.
+    """
+    plan = prepared.plan
+    store = open_store(settings.jobs_root)
+    job = Job.create(store, prepared.spec, plan.chunks, input_schema=plan.input_schema, output=prepared.output)
+    return enqueue(job, settings)
+
+
+def enqueue(job: Job, settings: Settings) -> Job:
+    """Queue the chunks of ``job`` that have no part and are in nobody's hands. Raises BrokerError."""
+    if try_finish(job):
+        return job
+    try:
+        connect_queue(settings).reconcile(job)
+    except BrokerError as error:
+        hint = f"the job's directory is intact: once the broker is back, run\n  python -m jobs.resume {job.job_id}"
+        raise BrokerError(f"{error}\n{hint}") from error
+    return job
+
+
+def wait(job: Job, settings: Settings, reporter: Reporter | None = None) -> JobState:
+    """Block until ``job`` has ended or is paused.
+
+    In the embedded mode a worker is started if none serves the job's queue, and stopped at the end, whatever ends it.
+    Raises EngineError when the worker keeps dying.
+    """
+    worker = None if settings.broker_url else LocalWorker(settings, job.spec.model)
+    return Waiter(job, connect_queue(settings), settings, reporter or SilentReporter(), worker).run()
+
+
+def resume(job: Job, settings: Settings, *, parked: bool = False) -> Job:
+    """Queue again exactly the chunks without a part; with ``parked`` also those that were given up.
+
+    A paused or cancelled job goes on. Raises BrokerError.
+    """
+    job.unpause()
+    job.uncancel()
+    if parked:
+        queue = connect_queue(settings)
+        for index in job.unpark():
+            queue.forget_deliveries(job.job_id, index)
+    return enqueue(job, settings)
+
+
+def open_job(prefix: str, settings: Settings) -> Job:
+    """Open the job whose id is ``prefix`` or alone begins with it. Raises JobNotFound naming the candidates."""
+    store = open_store(settings.jobs_root)
+    job_ids = Job.list_ids(store)
+    matching = [prefix] if prefix in job_ids else [job_id for job_id in job_ids if job_id.startswith(prefix)]
+    if len(matching) == 1:
+        return Job.open(store, matching[0])
+    if matching:
+        raise JobNotFound(f"{prefix!r} is the beginning of several jobs: {', '.join(matching)}")
+    raise JobNotFound(f"no job {prefix!r} under {settings.jobs_root}: `python -m jobs.list` shows those there are")
+
+
+def open_jobs(settings: Settings) -> list[Job]:
+    """All jobs under the jobs root, the newest first."""
+    store = open_store(settings.jobs_root)
+    jobs = [Job.open(store, job_id) for job_id in Job.list_ids(store)]
+    return sorted(jobs, key=lambda job: job.created, reverse=True)
+
+
+def connect_queue(settings: Settings) -> Queue:
+    """The queue of the configured broker, or of the embedded one, started if need be. Raises BrokerError in seconds."""
+    queue = Queue(settings, ensure_broker(settings))
+    queue.check()
+    return queue
+
+
+class SilentReporter:
+    """Tells nobody."""
+
+    def update(self, snapshot: Snapshot) -> None:
+        """Ignore the snapshot."""
+
+    def note(self, text: str) -> None:
+        """Log it: a scheduler's task has no terminal."""
+        log.info("wait_note", text=text)
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+def _make_spec(submission: Submission, inputs: Inputs) -> JobSpec:
+    """The submission's fields under the same names, with files and model pinned."""
+    shared = {
+        item.name: getattr(submission, item.name)
+        for item in fields(submission)
+        if item.name in JobSpec.__struct_fields__ and item.name not in ("inputs", "model", "name")
+    }
+    model = model_ref(
+        submission.model,
+        dtype=submission.dtype,
+        quantization=submission.quantization,
+        revision=submission.revision,
+        load_format=submission.load_format,
+        max_model_len=submission.max_model_len,
+    )
+    name = submission.name or PurePosixPath(inputs.files[0].uri).stem
+    return JobSpec(name=check_name(name, submission.name is None), inputs=inputs.files, model=model, **shared)
+
+
+def check_name(name: str, is_default: bool = False) -> str:
+    """A name that can be a directory's and an argument's; a default one is made so. Raises InputDataError."""
+    clean = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._")[:60]
+    if clean and (is_default or clean == name):
+        return clean
+    if is_default:
+        return "job"
+    raise InputDataError(f"the job name {name!r} may hold letters, digits and inner . _ - only, 60 at most")
+
+
+def _build_example(
+    builder: PromptBuilder, spec: JobSpec, schema: pa.Schema, chunks: Sequence[Chunk]
+) -> Prompt | Refusal | None:
+    """Build the prompts of the first rows until one is a prompt."""
+    if not chunks:
+        return None
+    file, num_rows = spec.inputs[chunks[0].input_index], min(NUM_EXAMPLE_ROWS, chunks[0].num_rows)
+    reader = ChunkReader()
+    try:
+        batches = reader.read(file, schema, chunks[0].start_row, num_rows, builder.columns)
+    finally:
+        reader.close()
+    built = [builder.build(row) for batch in batches for row in batch.to_pylist()]
+    return next((item for item in built if isinstance(item, Prompt)), built[0])

@@ -1,0 +1,274 @@
+"""Text and JSON about jobs, for the verbs: the dry run, the summary at the end, one job, many jobs. Decides nothing."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from jobs.agreement import Agreement, measure_agreement
+from jobs.arrow_types import output_names
+from jobs.broker import broker_status
+from jobs.cli import echo_json
+from jobs.finish import output_store
+from jobs.job import Job, Success
+from jobs.local_worker import worker_command
+from jobs.progress import plain_counts
+from jobs.prompts import Prompt, Refusal
+from jobs.queue import Queue
+from jobs.store import open_input
+from schemas.errors import BrokerError, NightmillError
+from schemas.plan import Decision
+from schemas.records import JobState, ModelRef, RowStatus
+from schemas.settings import Settings
+
+if TYPE_CHECKING:
+    from jobs.api import Prepared
+
+NUM_SHOWN_ROWS = 5
+MAX_SHOWN_COLUMNS = 3
+MAX_CELL_CHARS = 60
+
+
+def show_dry_run(prepared: "Prepared", settings: Settings, *, as_json: bool) -> None:
+    """Print what a submit would do."""
+    spec = prepared.spec
+    facts: dict[str, Any] = {
+        "job_id": spec.job_id,
+        "files": len(spec.inputs),
+        "rows": prepared.num_rows,
+        "chunks": len(prepared.plan.chunks),
+        "model": f"{spec.model.name} ({spec.model.dtype}, digest {spec.model.digest})",
+        "output": prepared.output or f"{settings.jobs_root.rstrip('/')}/{spec.job_id}/output",
+        "label": f"{spec.output_column}: {prepared.label_type}",
+        "workers": describe_service(settings, spec.model),
+    }
+    if as_json:
+        decisions = [{"path": d.path, "decision": d.decision, "reason": d.reason} for d in prepared.decisions]
+        echo_json({"event": "dry_run", **facts, "constraint": decisions, "prompt": describe_prompt(prepared.example)})
+        return
+    print_facts(facts)
+    if prepared.decisions:
+        click.echo("\nconstraint")
+        for d in prepared.decisions:
+            click.echo(f"  {d.decision:<9} {d.path}  {d.reason}")
+    click.echo(f"\nfirst prompt\n{_indent(describe_prompt(prepared.example))}\n\nnothing was written")
+
+
+def show_checked_keywords(prepared: "Prepared", *, as_json: bool) -> None:
+    """Say which keywords of the constraint the decoder does not keep, and whether the first rows have prompts."""
+    notes = [
+        f"{d.path} is checked after decoding, not enforced: {d.reason}"
+        for d in prepared.decisions
+        if d.decision is Decision.CHECKED
+    ]
+    if isinstance(prepared.example, Refusal):
+        notes.append(f"the first rows have no prompt: {prepared.example.error or prepared.example.status}")
+    if prepared.num_rows == 0:
+        notes.append("the input has no rows")
+    for text in notes:
+        if as_json:
+            echo_json({"event": "note", "text": text})
+        else:
+            click.echo(f"note: {text}", err=True)
+
+
+def show_queued(job: Job, settings: Settings, *, as_json: bool) -> None:
+    """Say that a job is queued, and who will work on it."""
+    workers = describe_service(settings, job.spec.model)
+    if as_json:
+        echo_json({"event": "queued", "job_id": job.job_id, "rows": job.num_rows, "workers": workers})
+        return
+    click.echo(f"queued {job.job_id}: {job.num_rows:,} rows in {len(job.chunks):,} chunks\n{workers}")
+    click.echo(f"look: python -m jobs.status {job.job_id}")
+
+
+def show_summary(job: Job, state: JobState, *, as_json: bool) -> None:
+    """Print how a job ended: first rows, counts, agreement with gold, where the output is."""
+    success = job.success()
+    if success is None:
+        if as_json:
+            echo_json({"event": "summary", **describe_job(job)})
+        else:
+            click.echo(f"{job.job_id} is {state}; go on: python -m jobs.resume {job.job_id}")
+        return
+    agreement, problem = _try_agreement(job)
+    if as_json:
+        fields = None if agreement is None else {**vars(agreement), "share": agreement.share}
+        echo_json({"event": "summary", **describe_job(job), "agreement": fields, "agreement_problem": problem})
+        return
+    _print_first_rows(job, success)
+    click.echo(f"{job.job_id}: {state} · {format_counts(success.counts)}")
+    if success.commonest_error and state is not JobState.DONE:
+        click.echo(f"commonest cause: {success.commonest_error}")
+    if job.spec.gold_column is not None:
+        click.echo(f"agreement with {job.spec.gold_column}: {problem or _describe_agreement(agreement)}")
+    click.echo(f"output: {locate_output(job)}")
+
+
+def describe_job(job: Job, settings: Settings | None = None) -> dict[str, Any]:
+    """One job as JSON fields, from its files; with ``settings``, what the broker knows too if it answers."""
+    success, committed, parked = job.success(), job.committed(), job.parked() - job.parts()
+    fields: dict[str, Any] = {
+        "job_id": job.job_id,
+        "state": job.state(),
+        "created": job.created,
+        "finished": None if success is None else success.finished,
+        "model": job.spec.model.name,
+        "num_rows": job.num_rows,
+        "counts": plain_counts(job.counts()),
+        "num_chunks": len(job.chunks),
+        "num_committed": len(committed),
+        "num_parked": len(parked),
+        "output": locate_output(job),
+        "outputs": [] if success is None else [file.uri for file in success.outputs],
+        "commonest_error": None if success is None else success.commonest_error,
+    }
+    if settings is not None and success is None:
+        fields["running"] = plain_counts(_read_progress(job, settings))
+        fields["workers"] = describe_service(settings, job.spec.model)
+    return fields
+
+
+def show_job(job: Job, settings: Settings) -> None:
+    """Print one job for people."""
+    fields = describe_job(job, settings)
+    print_facts(
+        {
+            "job": fields["job_id"],
+            "state": fields["state"],
+            "created": fields["created"],
+            "finished": fields["finished"],
+            "model": fields["model"],
+            "rows": f"{sum(fields['counts'].values()):,} of {job.num_rows:,} committed",
+            "counts": format_counts(fields["counts"]),
+            "running": format_counts(fields.get("running", {})),
+            "chunks": f"{fields['num_committed']:,} of {len(job.chunks):,} done",
+            "parked": f"{fields['num_parked']} (python -m jobs.resume {job.job_id} --parked)"
+            if fields["num_parked"]
+            else "",
+            "cause": fields["commonest_error"],
+            "output": fields["output"] if fields["outputs"] else "",
+            "workers": fields.get("workers", ""),
+        }
+    )
+
+
+def describe_service(settings: Settings, model: ModelRef) -> str:
+    """Who serves the model's queue, and what to start if nobody does. Starts nothing, raises nothing."""
+    status = None if settings.broker_url else broker_status(settings)
+    if status is not None and status.pid is None:
+        return "embedded: broker and worker are started by a waiting submit or resume"
+    try:
+        url = settings.broker_url or (status.url if status else "")
+        number = Queue(settings, url).workers_serving(model.queue)
+    except BrokerError as error:
+        return str(error)
+    if number:
+        return f"{number} serving {model.queue}"
+    return f"nobody serves {model.queue}: start a worker with\n  {worker_command(settings, model)}"
+
+
+def describe_prompt(example: Prompt | Refusal | None) -> str:
+    """A prompt as text."""
+    if example is None:
+        return "(no rows)"
+    if isinstance(example, Refusal):
+        return f"({example.status}: {example.error or 'cut by --where'})"
+    if example.messages is None:
+        return example.text or ""
+    return "\n".join(f"[{message.role}] {message.content}" for message in example.messages)
+
+
+def locate_output(job: Job) -> str:
+    """Where the job's final files are or will be."""
+    store, prefix = output_store(job)
+    return store.locate(prefix.rstrip("/"))
+
+
+def format_counts(counts: Mapping[Any, int]) -> str:
+    """``2,990 ok · 90 invalid``, in the order of RowStatus."""
+    return " · ".join(f"{counts[status]:,} {status}" for status in RowStatus if counts.get(status))
+
+
+def print_facts(facts: Mapping[str, Any]) -> None:
+    """Print ``name  value`` lines; what is empty is left out."""
+    width = max(map(len, facts))
+    for name, value in facts.items():
+        if value not in (None, ""):
+            text = f"{value:,}" if isinstance(value, int) else str(value)
+            click.echo(f"{name:<{width}}  {text}")
+
+
+def _read_progress(job: Job, settings: Settings) -> Mapping[RowStatus, int]:
+    status = None if settings.broker_url else broker_status(settings)
+    if status is not None and status.pid is None:
+        return {}
+    queue = Queue(settings, settings.broker_url or (status.url if status else ""))
+    try:
+        queue.check()
+    except BrokerError:
+        return {}
+    return queue.read_progress(job)
+
+
+def _try_agreement(job: Job) -> tuple[Agreement | None, str | None]:
+    """Measure agreement; an input that changed meanwhile must not hide the rest of the summary."""
+    try:
+        return measure_agreement(job), None
+    except NightmillError as error:
+        return None, f"cannot be measured: {error}"
+
+
+def _describe_agreement(agreement: Agreement | None) -> str:
+    if agreement is None or agreement.share is None:
+        return "no row has both a label and a gold value"
+    return f"{agreement.share:.1%} ({agreement.num_equal:,} of {agreement.num_compared:,} labelled rows)"
+
+
+def _print_first_rows(job: Job, success: Success) -> None:
+    """Print the first rows of the first output that has any: some input columns, the label, the status."""
+    first = next((file for file in success.outputs if file.num_rows), None)
+    if first is None:
+        return
+    label, _, status, error, _ = output_names(job.spec.output_column)
+    rows, names = _read_first_rows(first.uri)
+    added = output_names(job.spec.output_column)
+    shown = [name for name in names if name not in added][:MAX_SHOWN_COLUMNS]
+    columns = [*shown, label, status]
+    if any(row[error] for row in rows):
+        columns.append(error)
+    print_table(columns, [[_cell(row[name]) for name in columns] for row in rows])
+
+
+def _read_first_rows(uri: str) -> tuple[list[dict[str, Any]], list[str]]:
+    import pyarrow.parquet as pq
+
+    with open_input(uri) as source:
+        file = pq.ParquetFile(source)
+        batch = next(file.iter_batches(NUM_SHOWN_ROWS), None)
+        return ([] if batch is None else batch.to_pylist()), file.schema_arrow.names
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table to stdout."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in columns:
+        table.add_column(Text(name), overflow="ellipsis", no_wrap=True)
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    Console().print(table)
+
+
+def _cell(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    text = " ".join(text.split()) if value is not None else ""
+    return text if len(text) <= MAX_CELL_CHARS else text[: MAX_CELL_CHARS - 1] + "…"
+
+
+def _indent(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.splitlines())

@@ -1,0 +1,189 @@
+"""``python -m jobs.submit data.parquet --schema route.json``: check everything, write the job, queue it, wait for it.
+
+A thin cover of jobs.api: turns options into a Submission and results into text.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from jobs.cli import verb
+from schemas.errors import ConstraintError, InputDataError, NightmillError
+from schemas.records import Constraint, ConstraintKind, RetryPolicy, Sampling
+from schemas.settings import Settings
+
+CONSTRAINT_KINDS = [str(kind) for kind in ConstraintKind]
+
+
+def read_argument(value: str) -> str:
+    """The text of an argument: of the file behind ``@``, else as it is. Raises InputDataError."""
+    return load_text(value[1:]) if value.startswith("@") else value
+
+
+def load_text(location: str) -> str:
+    """A small UTF-8 text file or object. Raises InputDataError naming it."""
+    from jobs.store import open_input
+
+    try:
+        with open_input(location) as file:
+            return bytes(file.read()).decode("utf-8")
+    except (NightmillError, UnicodeDecodeError) as error:
+        raise InputDataError(f"cannot read {location}: {error}") from error
+
+
+def make_constraint(
+    schema: str | None, regex: str | None, ebnf: str | None, choices: Sequence[str]
+) -> Constraint | None:
+    """The constraint that at most one of the four options names. Raises ConstraintError, InputDataError."""
+    from schemas.constraints import load_constraint
+
+    given = [
+        (ConstraintKind.JSON_SCHEMA, schema),
+        (ConstraintKind.REGEX, regex),
+        (ConstraintKind.EBNF, ebnf),
+        (ConstraintKind.CHOICE, json.dumps(_split_choices(choices), ensure_ascii=False) if choices else None),
+    ]
+    chosen = [(kind, value) for kind, value in given if value is not None]
+    if len(chosen) > 1:
+        raise ConstraintError("give only one of --schema, --regex, --ebnf and --choice")
+    if not chosen:
+        return None
+    kind, value = chosen[0]
+    return load_constraint(kind, _read_source(kind, value))
+
+
+def _read_source(kind: ConstraintKind, value: str) -> str:
+    """Schemas and grammars are files unless they are written out; regexes and choices are text."""
+    is_inline = {
+        ConstraintKind.JSON_SCHEMA: value.lstrip().startswith("{"),
+        ConstraintKind.EBNF: "::=" in value,
+    }
+    if value.startswith("@"):
+        return read_argument(value)
+    return value if is_inline.get(kind, True) else load_text(value)
+
+
+def _split_choices(values: Sequence[str]) -> list[str]:
+    """``a,b`` and ``@labels.txt`` (one a line) to labels without doubles, in the given order."""
+    labels: list[str] = []
+    for value in values:
+        labels += read_argument(value).splitlines() if value.startswith("@") else value.split(",")
+    return list(dict.fromkeys(label.strip() for label in labels if label.strip()))
+
+
+def _split_names(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[str, ...] | None:
+    return None if value is None else tuple(name.strip() for name in value.split(",") if name.strip())
+
+
+@verb("submit")
+@click.argument("inputs", nargs=-1, required=True, metavar="DATA...")
+@click.option(
+    "--schema", metavar="FILE", help="JSON Schema that every label must satisfy (a file, or the JSON itself)."
+)
+@click.option("--regex", metavar="REGEX", help="Regular expression that the whole label matches (text or @FILE).")
+@click.option("--ebnf", metavar="FILE", help="EBNF grammar of the label (a file, or the grammar itself).")
+@click.option(
+    "--choice", "choices", multiple=True, metavar="A,B,...", help="The labels; repeatable, or @FILE, one a line."
+)
+@click.option("--constraint-column", metavar="COL", help="Column that holds each row's own constraint.")
+@click.option("--constraint-kind", type=click.Choice(CONSTRAINT_KINDS), help="What --constraint-column holds.")
+@click.option("--column", "prompt_column", metavar="COL", help="Column that is the prompt.")
+@click.option("--prompt", metavar="TEMPLATE", help="Jinja2 template over the row's columns (text or @FILE).")
+@click.option("--messages-column", metavar="COL", help="Column of chat messages (list of role and content).")
+@click.option("--system", metavar="TEXT", help="System message (text or @FILE).")
+@click.option("--chat/--no-chat", default=True, help="--no-chat: plain completion, without the chat template.")
+@click.option("--model", default="smollm2", show_default=True, help="Demo alias, directory, .gguf file or hub name.")
+@click.option("--revision", help="Revision of a hub model.")
+@click.option(
+    "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", show_default=True
+)
+@click.option("--quantization", type=click.Choice(["none", "fp8"]), default="none", show_default=True)
+@click.option("--load-format", type=click.Choice(["auto", "random"]), default="auto", hidden=True)
+@click.option(
+    "--max-model-len", type=click.IntRange(16), default=4096, show_default=True, help="Prompt plus output, tokens."
+)
+@click.option(
+    "--out", "output_column", default="label", show_default=True, metavar="COL", help="Name of the new column."
+)
+@click.option("--output", metavar="DIR", help="Where final files go.  [default: the job's directory]")
+@click.option(
+    "--gold", "gold_column", metavar="COL", help="Column of known labels: never shown to the model, compared."
+)
+@click.option(
+    "--columns", callback=_split_names, metavar="A,B", help="Input columns kept in the output.  [default: all]"
+)
+@click.option("--where", metavar="EXPR", help="Rows for which this is false come back as `skipped`.")
+@click.option("--limit", type=click.IntRange(1), metavar="ROWS", help="Only the first rows of the input.")
+@click.option("--max-tokens", type=int, default=256, show_default=True)
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="0: greedy.")
+@click.option("--top-k", type=int, default=0, help="0: off.")
+@click.option("--top-p", type=float, default=1.0, help="1: off.")
+@click.option("--min-p", type=float, default=0.0, help="0: off.")
+@click.option("--repetition-penalty", type=float, default=1.0, help="1: off.")
+@click.option("--stop", multiple=True, metavar="TEXT", help="End at this text; repeatable.")
+@click.option("--n", "num_completions", type=click.IntRange(1), default=1, show_default=True, help="Completions a row.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--max-attempts", type=click.IntRange(1), default=3, show_default=True, help="Tries a row.")
+@click.option("--chunk-rows", type=click.IntRange(1), help="Rows a chunk.  [default: jobs.chunk_rows of the settings]")
+@click.option("--name", help="The job's name.  [default: the first file's stem]")
+@click.option("--wait/--no-wait", "wait", default=None, help="[default: wait, unless a broker is configured]")
+@click.option("--dry-run", is_flag=True, help="Show what would be done; write nothing.")
+@click.option("--json", "as_json", is_flag=True, help="JSON lines on stdout, for programs.")
+def main(
+    settings: Settings,
+    *,
+    schema: str | None,
+    regex: str | None,
+    ebnf: str | None,
+    choices: Sequence[str],
+    constraint_kind: str | None,
+    prompt: str | None,
+    system: str | None,
+    max_attempts: int,
+    wait: bool | None,
+    dry_run: bool,
+    as_json: bool,
+    **options: Any,
+) -> int:
+    """Label every row of Parquet files with a language model.
+
+    \b
+    python -m jobs.submit data.parquet --schema route.json
+    python -m jobs.submit 'shards/*.parquet' --choice yes,no --prompt 'Is this spam? {{ text }}' --gold is_spam
+    """
+    from jobs import api, show
+    from jobs.follow import follow
+
+    prepared = api.prepare(
+        api.Submission(
+            prompt_template=None if prompt is None else read_argument(prompt),
+            system=None if system is None else read_argument(system),
+            constraint=make_constraint(schema, regex, ebnf, choices),
+            constraint_column_kind=None if constraint_kind is None else ConstraintKind(constraint_kind),
+            sampling=_pop_sampling(options),
+            retry=RetryPolicy(max_attempts=max_attempts),
+            **options,
+        ),
+        settings,
+    )
+    if dry_run:
+        show.show_dry_run(prepared, settings, as_json=as_json)
+        return 0
+    show.show_checked_keywords(prepared, as_json=as_json)
+    job = api.submit(prepared, settings)
+    return follow(job, settings, wait=wait, as_json=as_json)
+
+
+def _pop_sampling(options: dict[str, Any]) -> Sampling:
+    """Take the sampling options out of ``options``. Raises click.BadParameter naming the bad one."""
+    names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    try:
+        return Sampling(stop=tuple(options.pop("stop")), **{name: options.pop(name) for name in names})
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
+
+
+if __name__ == "__main__":
+    main()

@@ -125,7 +125,7 @@ class _Compiler:
             sub = queue.pop(0)
             if sub.schema is False:
                 return None, has_ref
-            if sub.schema is True or any(sub.schema is other.schema and sub.done == other.done for other in flat):
+            if sub.schema is True or any(sub.schema is other.schema for other in flat):
                 continue
             following: list[Sub] = []
             if isinstance(sub.get("$ref"), str):
@@ -138,7 +138,7 @@ class _Compiler:
             if sub.has("allOf"):
                 following += [sub.child("allOf", index) for index in range(len(sub.schema["allOf"]))]
                 self.kept((sub,), "allOf")
-            flat.append(sub)
+            flat.append(Sub(sub.schema, sub.path, sub.resolver, sub.done | {"$ref", "allOf"}))
             queue = following + queue
         return flat, has_ref
 

@@ -120,10 +120,10 @@ def completion_column(spec: JobSpec) -> LabelColumn:
     return _column_of(schema, schema, 0)
 
 
-def label_type(spec: JobSpec) -> pa.DataType:
-    """Return the label's type: a completion's, or a list of them if a row gets several."""
-    kind = completion_column(spec).type
-    return kind if spec.num_completions == 1 else pa.list_(kind)
+def label_column(spec: JobSpec) -> LabelColumn:
+    """Return the label's column: one completion's, or a list of them if a row gets several."""
+    column = completion_column(spec)
+    return column if spec.num_completions == 1 else _list_of(column)
 
 
 def _column_of(schema: Any, root: Any, depth: int) -> LabelColumn:
@@ -226,7 +226,7 @@ def output_names(output_column: str) -> tuple[str, str, str, str, str]:
 def result_fields(spec: JobSpec) -> list[pa.Field]:
     """Return the columns a job adds to its input, in order."""
     raw_type = pa.string() if spec.num_completions == 1 else pa.list_(pa.string())
-    types = (label_type(spec), raw_type, pa.string(), pa.string(), META_TYPE)
+    types = (label_column(spec).type, raw_type, pa.string(), pa.string(), META_TYPE)
     return [pa.field(name, kind) for name, kind in zip(output_names(spec.output_column), types, strict=True)]
 
 

@@ -301,7 +301,7 @@ def check_output_columns(spec: JobSpec, input_schema: pa.Schema) -> None:
     if taken:
         raise InputDataError(
             f"the input has a column {', '.join(map(repr, taken))} already, which the job would add: "
-            f"choose another name with --output-column (now {spec.output_column!r})"
+            f"choose another name with --out (now {spec.output_column!r})"
         )
 
 

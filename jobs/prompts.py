@@ -29,6 +29,7 @@ class Prompt(NamedTuple):
     text: str | None
     messages: tuple[Message, ...] | None
     constraint: Constraint | None
+    constraint_key: str | None
     content_key: str
 
 
@@ -58,7 +59,8 @@ class PromptBuilder:
         if spec.constraint_column is not None:
             check_columns([spec.constraint_column], schema, "constraint column")
             self._columns.add(spec.constraint_column)
-        self._constraints: dict[str, Constraint | Refusal] = {}
+        self._constraint = _keyed(spec.constraint)
+        self._constraints: dict[str, _Keyed | Refusal] = {}
         self._system = system_text(spec)
         self.columns = tuple(name for name in schema.names if name in self._columns)
 
@@ -70,25 +72,25 @@ class PromptBuilder:
             content = self._content(row)
         except _RowError as error:
             return Refusal(RowStatus.INPUT_ERROR, str(error))
-        constraint = self._spec.constraint
+        keyed = self._constraint
         if self._spec.constraint_column is not None:
             loaded = self._load_constraint(row[self._spec.constraint_column])
             if isinstance(loaded, Refusal):
                 return loaded
-            constraint = loaded
-        return self._prompt(content, constraint)
+            keyed = loaded
+        return self._prompt(content, keyed)
 
-    def _prompt(self, content: str | tuple[Message, ...], constraint: Constraint | None) -> Prompt:
-        constraint_key = constraint.key if constraint else ""
+    def _prompt(self, content: str | tuple[Message, ...], keyed: "_Keyed") -> Prompt:
+        constraint_key = keyed.key or ""
         if self._spec.chat:
             messages = (Message(role="user", content=content),) if isinstance(content, str) else content
             if self._system and messages[0].role != "system":
                 messages = (Message(role="system", content=self._system), *messages)
             parts = [part for message in messages for part in (message.role, message.content)]
-            return Prompt(None, messages, constraint, short_hash(constraint_key, *parts))
+            return Prompt(None, messages, *keyed, short_hash(constraint_key, *parts))
         text = content if isinstance(content, str) else "\n\n".join(message.content for message in content)
         text = f"{self._system}\n\n{text}" if self._system else text
-        return Prompt(text, None, constraint, short_hash(constraint_key, text))
+        return Prompt(text, None, *keyed, short_hash(constraint_key, text))
 
     def _compile_content(self, schema: pa.Schema) -> Callable[[Mapping[str, Any]], str | tuple[Message, ...]]:
         spec = self._spec
@@ -170,13 +172,13 @@ class PromptBuilder:
         if named := sorted(used & {name for name in self._hidden if name}):
             raise PromptError(f"{what} uses {', '.join(named)}: gold and output columns never enter a prompt")
 
-    def _load_constraint(self, source: Any) -> Constraint | Refusal:
+    def _load_constraint(self, source: Any) -> "_Keyed | Refusal":
         if not isinstance(source, str) or not source.strip():
             return Refusal(RowStatus.CONSTRAINT_ERROR, f"constraint column {self._spec.constraint_column!r} is empty")
         if source not in self._constraints:
             kind = self._spec.constraint_column_kind or ConstraintKind.JSON_SCHEMA
             try:
-                self._constraints[source] = load_constraint(kind, source)
+                self._constraints[source] = _keyed(load_constraint(kind, source))
             except ConstraintError as error:
                 self._constraints[source] = Refusal(RowStatus.CONSTRAINT_ERROR, str(error))
         return self._constraints[source]
@@ -205,6 +207,17 @@ def system_text(spec: JobSpec) -> str | None:
             return f"Answer with text that matches this regular expression, and nothing else:\n{source}"
         case ConstraintKind.EBNF:
             return f"Answer with text that follows this grammar, and nothing else:\n{source}"
+
+
+class _Keyed(NamedTuple):
+    """A constraint and its key, which is a hash: made once, not for each row."""
+
+    constraint: Constraint | None
+    key: str | None
+
+
+def _keyed(constraint: Constraint | None) -> _Keyed:
+    return _Keyed(constraint, constraint.key if constraint else None)
 
 
 def _refuse_null(value: Any) -> Any:

@@ -3,6 +3,7 @@
 ``ok`` means: ended by itself and an independent validator accepted it. Every try is recorded, nothing is repaired.
 """
 
+import functools
 import math
 import queue
 import time
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from jobs.arrow_types import DoesNotFit, completion_column
+from jobs.arrow_types import DoesNotFit, LabelColumn, completion_column
 from jobs.job import Job
 from jobs.prompts import Prompt, PromptBuilder, Refusal
 from jobs.source import ChunkReader
@@ -104,7 +105,7 @@ class _ChunkRun:
         self._cancel = cancel
         self._column = completion_column(spec)
         self._name = f"{spec.job_id}:{uuid.uuid4().hex[:8]}"  # a second delivery may run in the same engine
-        self._validators: dict[str, Validator] = {}
+        self._checked: dict[tuple[str | None, str], tuple[Any, str | None]] = {}
         self._in_flight: dict[str, tuple[_Row, int, Request]] = {}
         self._finished: queue.SimpleQueue[tuple[str, Future[Completion]]] = queue.SimpleQueue()
         self._results: list[RowResult] = []
@@ -139,17 +140,16 @@ class _ChunkRun:
 
     def _ask(self, row: _Row, completion_index: int, sampling: Sampling) -> None:
         attempt = len(row.attempts[completion_index])
-        constraint = row.prompt.constraint
         request = Request(
             request_id=f"{self._name}:{row.index}:{completion_index}:{attempt}",
             text=row.prompt.text,
             messages=row.prompt.messages,
-            constraint_key=constraint.key if constraint else None,
+            constraint_key=row.prompt.constraint_key,
             sampling=sampling,
             seed=row_seed(self._spec.seed, row.prompt.content_key, completion_index, attempt),
         )
         self._in_flight[request.request_id] = (row, completion_index, request)
-        future = self._submit(request, constraint)
+        future = self._submit(request, row.prompt.constraint)
         future.add_done_callback(lambda done: self._finished.put((request.request_id, done)))
 
     def _collect(self, max_in_flight: int) -> None:
@@ -198,24 +198,35 @@ class _ChunkRun:
         if reason in STATUS_OF_FAILURE:
             error = completion.error or f"the engine ended it with {reason.value}"
             return _Outcome(completion, STATUS_OF_FAILURE[reason], None, error)
-        value, fault = self._check(row.prompt.constraint, completion.text)
+        value, fault = self._check(row.prompt, completion.text)
         if fault is not None:
             return _Outcome(completion, RowStatus.INVALID, None, fault)
         return _Outcome(completion, RowStatus.CLOSED if reason is FinishReason.CLOSED else RowStatus.OK, value, None)
 
-    def _check(self, constraint: Constraint | None, text: str) -> tuple[Any, str | None]:
-        """Return the label, or None and why the text is none."""
-        if constraint is None:
-            return (text, None) if text.strip() else (None, "the model ended at once, without any text")
-        if constraint.key not in self._validators:
-            self._validators[constraint.key] = make_validator(constraint)
-        value, error = self._validators[constraint.key].check(text)
-        if error is not None:
-            return None, error
-        try:
-            return self._column.fit(value), None
-        except DoesNotFit as misfit:
-            return None, f"valid, but not as a label of type {self._column.type}: {misfit}"
+    def _check(self, prompt: Prompt, text: str) -> tuple[Any, str | None]:
+        """Return the label, or None and why the text is none. Labels repeat, so a text is validated once a chunk."""
+        key = (prompt.constraint_key, text)
+        if key not in self._checked:
+            self._checked[key] = _check_text(prompt.constraint, self._column, text)
+        return self._checked[key]
+
+
+def _check_text(constraint: Constraint | None, column: LabelColumn, text: str) -> tuple[Any, str | None]:
+    if constraint is None:
+        return (text, None) if text.strip() else (None, "the model ended at once, without any text")
+    value, error = _validator(constraint).check(text)
+    if error is not None:
+        return None, error
+    try:
+        return column.fit(value), None
+    except DoesNotFit as misfit:
+        return None, f"valid, but not as a label of type {column.type}: {misfit}"
+
+
+@functools.lru_cache(maxsize=256)
+def _validator(constraint: Constraint) -> Validator:
+    """Making one costs more than a chunk of tiny rows."""
+    return make_validator(constraint)
 
 
 def next_sampling(

@@ -1,4 +1,4 @@
-"""Everything that depends on the device: which one, its threads, its memory, its sizes when settings leave them open."""
+"""Everything that depends on the device: which one, its threads, its memory, its sizes where settings are 0."""
 
 import os
 from collections.abc import Mapping
@@ -60,5 +60,5 @@ def to_device(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[st
     flat = torch.from_numpy(np.concatenate([array.ravel() for array in arrays.values()]))
     if device.type == "cuda":
         flat = flat.pin_memory().to(device, non_blocking=True)
-    parts = flat.split([array.size for array in arrays.values()])
+    parts = torch.split(flat, [array.size for array in arrays.values()])
     return {name: part.view(array.shape) for (name, array), part in zip(arrays.items(), parts, strict=True)}

@@ -1,7 +1,7 @@
 """Constraints as grammars: compiled off the loop's thread, matched token by token, turned into masks for a batch.
 
-The only module that imports xgrammar. A constraint that fails, or takes too long, is a ConstraintError for the rows that
-use it and for nobody else. Knows no scheduling; whether a finished document is valid is checked elsewhere.
+The only module that imports xgrammar. A constraint that fails, or takes too long, is a ConstraintError for the rows
+that use it and for nobody else. Knows no scheduling; whether a finished document is valid is checked elsewhere.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
@@ -24,7 +25,7 @@ from engine.types import Matcher
 from schemas.errors import ConstraintError
 from schemas.records import Constraint, ConstraintKind
 
-MAX_SOURCE_BYTES = 2**20
+MAX_SOURCE_CHARS = 2**20
 MAX_RUNAWAYS = 8
 """Native compiles past their time limit cannot be stopped; with so many of them alive, new grammars are refused."""
 
@@ -44,7 +45,7 @@ class Grammars:
         self._timeout_s = timeout_s
         self._num_compilers = max(1, num_threads // 2)
         self._batch = xgrammar.BatchGrammarMatcher(max_threads=max(1, num_threads))
-        self._compiler: xgrammar.GrammarCompiler | None = None
+        self._compilers: Compilers | None = None
         self._constraints: dict[str, Constraint] = {}
         self._compiled: OrderedDict[str, xgrammar.CompiledGrammar] = OrderedDict()
         self._errors: dict[str, str] = {}
@@ -97,7 +98,7 @@ class Grammars:
         self._has_result.wait(timeout_s)
 
     def fill(self, matchers: Seq[Matcher | None]) -> Tensor | None:
-        """Masks of the next token, int32 [L, W] on the host (all ones where there is no matcher); None if all are free."""
+        """Masks of the next token, int32 [L, W] on the host, all ones where there is no matcher; None if all are free."""
         rows = [row for row, matcher in enumerate(matchers) if matcher is not None]
         if not rows:
             return None
@@ -145,22 +146,17 @@ class Grammars:
         """Thread: compile one constraint and hand over the result, whatever it is."""
         result: xgrammar.CompiledGrammar | Exception
         try:
-            result = compile_constraint(self._get_compiler(), constraint)
+            result = compile_constraint(self._get_compilers(), constraint)
         except Exception as error:  # noqa: BLE001 - the native compiler's errors have no common class; it is recorded
             result = error
         self._results.put((constraint.key, result))
         self._has_result.set()
 
-    def _get_compiler(self) -> xgrammar.GrammarCompiler:
-        """Made at the first constraint: reading a large vocabulary takes part of a second. Racing threads may make two."""
-        if self._compiler is None:
-            if not self._end_token_ids:
-                raise ConstraintError("the tokenizer names no end token, so a constrained text could never end")
-            info = xgrammar.TokenizerInfo.from_huggingface(
-                self._tokenizer, vocab_size=self._vocab_size, stop_token_ids=sorted(self._end_token_ids)
-            )
-            self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
-        return self._compiler
+    def _get_compilers(self) -> Compilers:
+        """Made at the first constraint: a large vocabulary takes part of a second. Racing threads may make two."""
+        if self._compilers is None:
+            self._compilers = make_compilers(self._tokenizer, self._vocab_size, self._end_token_ids)
+        return self._compilers
 
 
 class GrammarMatcher:
@@ -188,21 +184,50 @@ class GrammarMatcher:
         return not np.any(bitmask.numpy()[0] & self._not_end)
 
 
-def compile_constraint(compiler: xgrammar.GrammarCompiler, constraint: Constraint) -> xgrammar.CompiledGrammar:
-    """Compile any kind. Raises whatever the native compiler raises, and ConstraintError for a source that is too large."""
+@dataclass(frozen=True)
+class Compilers:
+    """One compiler for JSON, one for everything else."""
+
+    plain: xgrammar.GrammarCompiler
+    json: xgrammar.GrammarCompiler
+
+
+def make_compilers(tokenizer: Any, vocab_size: int, end_token_ids: frozenset[int]) -> Compilers:
+    """Read a vocabulary as bytes. Special tokens have none: they would be matched by their names and then not decoded.
+
+    For JSON, tokens with a control character have none either: xgrammar lets them into strings of bounded length,
+    where JSON forbids them, and compact JSON has no other place for them.
+    """
+    if not end_token_ids:
+        raise ConstraintError("the tokenizer names no end token, so a constrained text could never end")
+    end_ids = sorted(end_token_ids)
+    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size, stop_token_ids=end_ids)
+    special = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    vocab = [b"" if token_id in special else token for token_id, token in enumerate(info.decoded_vocab)]
+    printable = [b"" if any(byte < 0x20 for byte in token) else token for token in vocab]
+
+    def make(tokens: list[bytes]) -> xgrammar.GrammarCompiler:
+        info = xgrammar.TokenizerInfo(tokens, vocab_size=vocab_size, stop_token_ids=end_ids)
+        return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+
+    return Compilers(make(vocab), make(printable))
+
+
+def compile_constraint(compilers: Compilers, constraint: Constraint) -> xgrammar.CompiledGrammar:
+    """Compile any kind. Raises whatever the native compiler raises; ConstraintError for a source that is too large."""
     source = constraint.source
-    if len(source) > MAX_SOURCE_BYTES:
-        raise ConstraintError(f"{len(source)} characters, limit {MAX_SOURCE_BYTES}")
+    if len(source) > MAX_SOURCE_CHARS:
+        raise ConstraintError(f"{len(source)} characters, limit {MAX_SOURCE_CHARS}")
     match constraint.kind:
         case ConstraintKind.JSON_SCHEMA:
             schema = json.dumps(decodable_schema(json.loads(source)), ensure_ascii=False)
-            return compiler.compile_json_schema(schema, any_whitespace=False, strict_mode=False)
+            return compilers.json.compile_json_schema(schema, any_whitespace=False, strict_mode=False)
         case ConstraintKind.REGEX:
-            return compiler.compile_regex(source)
+            return compilers.plain.compile_regex(source)
         case ConstraintKind.EBNF:
-            return compiler.compile_grammar(xgrammar.Grammar.from_ebnf(source))
+            return compilers.plain.compile_grammar(xgrammar.Grammar.from_ebnf(source))
         case ConstraintKind.CHOICE:
-            return compiler.compile_grammar(xgrammar.Grammar.from_ebnf(choice_grammar(json.loads(source))))
+            return compilers.plain.compile_grammar(xgrammar.Grammar.from_ebnf(choice_grammar(json.loads(source))))
 
 
 def choice_grammar(choices: Seq[str]) -> str:

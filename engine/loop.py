@@ -111,7 +111,7 @@ class Engine:
         self._grammars.add(constraint)
 
     def add(self, request: Request) -> None:
-        """Queue a request. A bad one ends with a completion; only an id that is in flight already raises EngineError."""
+        """Queue a request. A bad one ends with a completion; only an id in flight already raises EngineError."""
         if request.request_id in self._sequences:
             raise EngineError(f"request {request.request_id!r} is in flight already")
         try:
@@ -122,7 +122,9 @@ class Engine:
             return
         num_prompt = len(token_ids)
         if num_prompt >= self.max_model_len:
-            limit = f"prompt is {num_prompt} tokens, limit {self.max_model_len - 1} (max_model_len less one for the output)"
+            limit = (
+                f"prompt is {num_prompt} tokens, limit {self.max_model_len - 1} (max_model_len less one for the output)"
+            )
             self._reject(request, FinishReason.PROMPT_TOO_LONG, limit, num_prompt)
             return
         max_tokens = min(request.sampling.max_tokens, self.max_model_len - num_prompt)
@@ -176,8 +178,7 @@ class Engine:
         self.stats.num_batched_tokens += plan.num_tokens
         for sequence, token_id, logprob in drawn:
             if error := self._append(sequence, token_id, logprob):
-                reason = FinishReason.CONSTRAINT_ERROR if sequence.matcher else FinishReason.ERROR
-                self._finish(sequence, reason, error)
+                self._finish(sequence, FinishReason.CONSTRAINT_ERROR if sequence.matcher else FinishReason.ERROR, error)
             elif reason := self._finish_reason(sequence, token_id):
                 self._finish(sequence, reason)
 

@@ -58,7 +58,7 @@ def build_sampling_batch(sequences: Seq[Sequence], device: torch.device) -> Samp
 
 
 def apply_repetition_penalty(logits: Tensor, sequences: Seq[Sequence]) -> None:
-    """Divide positive logits of the tokens in prompt and output by the penalty, multiply negative ones (CTRL, eq. 3.2)."""
+    """Divide positive logits of tokens in prompt and output by the penalty, multiply negative ones (CTRL, eq. 3.2)."""
     rows, columns, penalties = [], [], []
     for row, sequence in enumerate(sequences):
         penalty = sequence.request.sampling.repetition_penalty

@@ -44,8 +44,8 @@ class Detokenizer(Protocol):
 class Sequence:
     """A request in the engine. Owned by the scheduler: only it, and the loop's update, change a sequence.
 
-    ``token_ids`` is prompt then output, and every token in it is accepted. The first ``num_computed`` of them have their
-    keys and values in ``block_ids``; the first ``num_registered`` blocks are known to the prefix cache.
+    ``token_ids`` is prompt then output, and every token in it is accepted. The first ``num_computed`` of them have
+    their keys and values in ``block_ids``; the first ``num_registered`` blocks are known to the prefix cache.
     """
 
     request: Request

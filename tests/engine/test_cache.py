@@ -60,7 +60,9 @@ class PoolMachine(RuleBasedStateMachine):
 
     def longest_known(self, tokens: list[int]) -> int:
         count = 0
-        while (count + 1) * BLOCK_SIZE <= len(tokens) and tuple(tokens[: (count + 1) * BLOCK_SIZE]) in self.content.values():
+        while (count + 1) * BLOCK_SIZE <= len(tokens) and tuple(
+            tokens[: (count + 1) * BLOCK_SIZE]
+        ) in self.content.values():
             count += 1
         return count
 

@@ -19,7 +19,9 @@ def make_sequence(tokens: list[int], max_tokens: int = 8) -> Sequence:
     return Sequence(request, array("q", tokens), len(tokens), max_tokens)
 
 
-def make_scheduler(num_blocks: int = 64, max_num_seqs: int = 8, budget: int = 16, prefix_cache: bool = True) -> Scheduler:
+def make_scheduler(
+    num_blocks: int = 64, max_num_seqs: int = 8, budget: int = 16, prefix_cache: bool = True
+) -> Scheduler:
     pool = BlockPool(num_blocks, BLOCK_SIZE, prefix_cache=prefix_cache)
     return Scheduler(pool, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
 
@@ -48,7 +50,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler = make_scheduler(num_blocks, max_num_seqs, budget, prefix)
         self.sequences: list[Sequence] = []
 
-    @rule(shared=st.integers(0, 9), own=st.lists(st.integers(0, 2), min_size=1, max_size=6), max_tokens=st.integers(1, 12))
+    @rule(
+        shared=st.integers(0, 9), own=st.lists(st.integers(0, 2), min_size=1, max_size=6), max_tokens=st.integers(1, 12)
+    )
     def add(self, shared: int, own: list[int], max_tokens: int) -> None:
         sequence = make_sequence([5] * shared + own, max_tokens)
         if self.scheduler.pool.num_blocks_for(sequence.num_prompt + max_tokens) <= self.scheduler.pool.capacity:

@@ -23,14 +23,19 @@ RENEWALS_PER_TIMEOUT = 4
 LOSSY_SETTINGS = {
     "worker_cancel_long_running_tasks_on_connection_loss": "cancelled chunks are acknowledged and lost",
     "task_reject_on_worker_lost": "a chunk that kills its worker would be delivered for ever",
-    "worker_max_tasks_per_child": "the engine is resident, there are no children to replace",
-    "worker_max_memory_per_child": "the engine is resident, there are no children to replace",
-    "task_time_limit": "threads cannot be killed; engine.hang_timeout_s bounds a chunk",
-    "task_soft_time_limit": "threads cannot be interrupted; engine.hang_timeout_s bounds a chunk",
     "result_backend": "a backend that is away blocks the worker's slots for ever",
     "worker_disable_prefetch": "it is lost at the first reconnect",
 }
 """Celery settings that must stay off, and why."""
+
+LOSSY_OPTIONS = {
+    "autoscale": "the slots are fixed: set worker.chunks_in_flight",
+    "max_tasks_per_child": "the engine is resident, there are no children to replace",
+    "max_memory_per_child": "the engine is resident, there are no children to replace",
+    "time_limit": "threads cannot be killed; engine.hang_timeout_s bounds a chunk",
+    "soft_time_limit": "threads cannot be interrupted; engine.hang_timeout_s bounds a chunk",
+}
+"""The same for what the worker's command line can set."""
 
 
 class Consumer(celery.worker.consumer.Consumer):  # type: ignore[misc]
@@ -63,12 +68,13 @@ def _detach(channel: Any) -> None:
 def refuse_lossy_settings(conf: Any, pool: Any, controller: Any) -> None:
     """Raise SettingsError for what is known to lose or to double work with this queue."""
     wrong = [f"{name} must not be set: {reason}" for name, reason in LOSSY_SETTINGS.items() if conf[name]]
+    wrong += [
+        f"{name} must not be set: {reason}" for name, reason in LOSSY_OPTIONS.items() if getattr(controller, name, None)
+    ]
     if not isinstance(pool, EnginePool):
-        wrong.append(f"pool must be worker.pool:EnginePool, not {type(pool).__name__}: start the worker without -P")
+        wrong.append(f"the pool must be worker.pool:EnginePool, not {type(pool).__name__}: start the worker without -P")
     if not conf.task_acks_late:
         wrong.append("task_acks_late must be on: a killed worker's chunks would be lost")
-    if getattr(controller, "autoscale", None):
-        wrong.append("--autoscale cannot be used: set worker.chunks_in_flight")
     if wrong:
         raise SettingsError("this worker would lose work: " + "; ".join(wrong))
 

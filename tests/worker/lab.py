@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -132,6 +133,10 @@ class Lab:
     @property
     def model(self) -> ModelRef:
         return model_ref(self.settings.worker.model)
+
+    def other_model(self) -> ModelRef:
+        """A model that no worker of this lab serves."""
+        return msgspec.structs.replace(self.model, digest="f" * 16)
 
     def worker(self, name: str = "w1", *arguments: str, is_ready: bool = True, **environment: str) -> Worker:
         worker = Worker(self, name, arguments, environment)

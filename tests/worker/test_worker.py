@@ -1,6 +1,21 @@
+import os
 import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
 
-from tests.worker.lab import Lab
+import psutil
+import pytest
+
+from jobs.broker import broker_status
+from schemas.errors import SettingsError
+from schemas.records import JobState
+from schemas.settings import Settings
+from tests.worker.lab import ROOT, Lab, until
+from worker.celery import make_app
+from worker.consumer import LOSSY_OPTIONS, LOSSY_SETTINGS, refuse_lossy_settings
+from worker.pool import EnginePool
 
 
 def test_a_worker_runs_a_job_to_its_end_and_leaves_nothing_behind(lab: Lab) -> None:
@@ -8,7 +23,126 @@ def test_a_worker_runs_a_job_to_its_end_and_leaves_nothing_behind(lab: Lab) -> N
     job = lab.start_job(6)
     lab.wait_done(job)
     lab.wait_clean()
+    until(lambda: job.state() == JobState.DONE, "the worker to finish the job")
+    engines = worker.engine_pids()
+    assert len(engines) == 1
     worker.signal(signal.SIGTERM)
     assert worker.wait() == 0
-    print(worker.log)
+    assert not any(map(psutil.pid_exists, engines))
     assert set(lab.count("leased").values()) == {1}
+    assert lab.queue.workers_serving(lab.model.queue) == 0
+    assert lab.redis.keys("nightmill:lease:*") == lab.redis.keys("nightmill:progress:*") == []
+
+
+def test_a_worker_serves_only_its_model_s_queue(lab: Lab) -> None:
+    ours, theirs = lab.job(2), lab.job(2, name="theirs", model=lab.other_model())
+    for job in (theirs, ours):
+        lab.queue.enqueue(job, job.pending())
+    lab.worker()
+    lab.wait_done(ours)
+    lab.wait_clean()
+    assert lab.queue.depth(theirs.spec.model.queue) == len(theirs.pending()) == 2
+    assert lab.queue.workers_serving(ours.spec.model.queue) == 1
+    assert lab.queue.workers_serving(theirs.spec.model.queue) == 0
+
+
+def test_inspect_answers_while_the_worker_is_busy_and_shows_the_engine(lab: Lab) -> None:
+    worker = lab.worker()
+    lab.start_job(2, seconds=30)
+    until(lambda: lab.events("submitted"), "a chunk to run")
+    (stats,) = make_app(lab.settings).control.inspect(timeout=5, limit=1).stats().values()
+    assert stats["pool"]["queue"] == lab.model.queue
+    assert {stats["pool"]["engine"]["pid"]} == worker.engine_pids()
+    assert stats["pool"]["deliveries"]
+
+
+def test_report_and_other_commands_need_neither_model_nor_broker(lab: Lab) -> None:
+    environment = lab.environment | {
+        "NIGHTMILL_WORKER__MODEL": "/no/such/model",
+        "NIGHTMILL_STATE_DIR": str(lab.path / "x"),
+    }
+    command = [sys.executable, "-m", "celery", "-A", "worker", "report"]
+    done = subprocess.run(
+        command, env=lab.environment | overrides, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "EnginePool" in done.stdout
+    assert not (lab.path / "x").exists()
+
+
+def test_a_worker_without_its_model_says_so_and_exits(lab: Lab) -> None:
+    worker = lab.worker(is_ready=False, NIGHTMILL_WORKER__MODEL="/no/such/model")
+    assert worker.wait() == 2
+    assert "worker_cannot_start" in worker.log
+    assert "unknown model '/no/such/model'" in worker.log
+
+
+def test_a_worker_with_an_option_that_loses_work_refuses_to_start(lab: Lab) -> None:
+    worker = lab.worker("w1", "--pool=solo", "--soft-time-limit=5", is_ready=False)
+    assert worker.wait() != 0
+    assert "the pool must be worker.pool:EnginePool, not TaskPool" in worker.log
+    assert "soft_time_limit must not be set: threads cannot be interrupted" in worker.log
+
+
+@pytest.mark.parametrize("name", LOSSY_SETTINGS)
+def test_settings_that_lose_work_are_refused(name: str) -> None:
+    app = make_app(Settings())
+    pool = EnginePool(2, app=app)
+    refuse_lossy_settings(app.conf, pool, SimpleNamespace())
+    app.conf[name] = "redis://h" if name == "result_backend" else True
+    with pytest.raises(SettingsError, match=f"{name} must not be set"):
+        refuse_lossy_settings(app.conf, pool, SimpleNamespace())
+
+
+@pytest.mark.parametrize("name", LOSSY_OPTIONS)
+def test_options_that_lose_work_are_refused(name: str) -> None:
+    app = make_app(Settings())
+    with pytest.raises(SettingsError, match=f"{name} must not be set"):
+        refuse_lossy_settings(app.conf, EnginePool(2, app=app), SimpleNamespace(**{name: 5}))
+
+
+def test_early_acknowledgement_is_refused() -> None:
+    app = make_app(Settings())
+    app.conf.task_acks_late = False
+    with pytest.raises(SettingsError, match="task_acks_late must be on"):
+        refuse_lossy_settings(app.conf, EnginePool(2, app=app), SimpleNamespace())
+
+
+def test_importing_the_worker_loads_no_torch() -> None:
+    code = (
+        "import sys, worker.celery, worker.tasks;"
+        "print([m for m in ('torch', 'transformers', 'xgrammar') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_an_engine_that_dies_is_replaced_under_the_running_chunks(lab: Lab) -> None:
+    worker = lab.worker()
+    job = lab.start_job(2, seconds=1.5)
+    until(lambda: len(lab.events("submitted")) == 2, "both chunks to run")
+    (engine,) = worker.engine_pids()
+    os.kill(engine, signal.SIGKILL)
+    lab.wait_done(job)
+    lab.wait_clean()
+    assert worker.is_alive
+    assert engine not in worker.engine_pids()
+    assert set(lab.count("leased").values()) == {1}
+
+
+def test_a_worker_whose_engine_is_given_up_leaves_and_its_messages_go_back(make_lab: Callable[..., Lab]) -> None:
+    lab = make_lab()
+    worker = lab.worker(NIGHTMILL_ENGINE__MAX_RESTARTS="0")
+    lab.start_job(3, seconds=30)
+    until(lambda: len(lab.events("submitted")) == 2, "both chunks to run")
+    os.kill(worker.engine_pids().pop(), signal.SIGKILL)
+    assert worker.wait() == 1
+    assert "worker_leaving" in worker.log
+    assert lab.leftovers() == {"queued": 3, "unacked": 0, "index": 0}
+
+
+def test_the_supervisor_starts_a_dead_embedded_broker_again(lab: Lab) -> None:
+    lab.worker()
+    lab.kill_broker()
+    until(lambda: broker_status(lab.settings).pid, "the broker to be back")
+    lab.wait_done(lab.start_job(2))

@@ -126,7 +126,7 @@ def is_transient(error: BaseException) -> bool:
 def _retrying() -> tenacity.Retrying:
     return tenacity.Retrying(
         retry=tenacity.retry_if_exception(is_transient),
-        wait=tenacity.wait_exponential_jitter(initial=0.05, max=5),
+        wait=tenacity.wait_random_exponential(multiplier=0.05, max=5),
         stop=tenacity.stop_after_attempt(5),
         reraise=True,
     )

@@ -204,7 +204,7 @@ class EngineClient:
                 return failure
             self._requeue(death)
             with self._changed:
-                backoff_s = min(MAX_BACKOFF_S, 0.25 * 2 ** (len(self._deaths) - 1))
+                backoff_s = min(MAX_BACKOFF_S, 0.1 * 2 ** (len(self._deaths) - 1))
                 if self._changed.wait_for(lambda: self._is_stopping, backoff_s):
                     return EngineError("the engine was stopped")
             self.num_restarts += 1

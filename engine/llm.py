@@ -15,10 +15,12 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 import msgspec
+import structlog
 from pydantic import ValidationError
 
 from engine.client import EngineClient
 from schemas.errors import ConstraintError, SettingsError
+from schemas.log import configure_logging
 from schemas.model_files import model_ref
 from schemas.records import Completion, Constraint, ConstraintKind, Message, Request, Sampling, row_seed, short_hash
 from schemas.settings import EngineSettings
@@ -116,6 +118,8 @@ class LLM:
         SettingsError for a bad value, ModelError, KernelError or EngineError when the model cannot be loaded.
         """
         settings = _engine_settings(engine_settings)
+        if not structlog.is_configured():  # its default prints to standard output, which is the caller's
+            configure_logging("WARNING")
         ref = model_ref(
             model,
             dtype=dtype,

@@ -1,4 +1,4 @@
-"""Constraints: loaded and refused before a job starts, planned per keyword, turned into the engine's grammar, validated.
+"""Constraints: refused before a job starts or loaded, planned per keyword, turned into a grammar, validated.
 
 The one door to ``json_schema``, ``json_grammar``, ``regex`` and ``ebnf``. Knows no grammar engine and no torch.
 """
@@ -45,9 +45,9 @@ def load_constraint(kind: ConstraintKind, source: str) -> Constraint:
 
 
 def grammar_source(constraint: Constraint) -> str:
-    """What the grammar engine compiles: JSON Schema text (compact, not strict), a regex, an EBNF grammar, an EBNF of choices.
+    """What the grammar engine compiles: JSON Schema text (compact, not strict), a regex, or an EBNF grammar.
 
-    For CHOICE it is an EBNF grammar too. Raises ConstraintError as load_constraint does.
+    Choices become an EBNF grammar. Raises ConstraintError as load_constraint does.
     """
     return _compile(constraint)[0]
 
@@ -58,7 +58,7 @@ def enforcement_plan(constraint: Constraint) -> tuple[KeywordDecision, ...]:
 
 
 def make_validator(constraint: Constraint) -> Validator:
-    """Compile the independent check of finished text; make it once, use it for every row. Raises as load_constraint does."""
+    """Compile the independent check of finished text: once, for all rows. Raises as load_constraint does."""
     if constraint.kind == ConstraintKind.JSON_SCHEMA:
         return JsonValidator(JsonSchema(constraint.source).validator)
     if constraint.kind == ConstraintKind.REGEX:

@@ -22,12 +22,16 @@ class Ref:
 
 
 Symbol = Ranges | Ref
+Item = tuple[str, tuple[Symbol, ...], int, int]
+"""Rule, alternative, symbols matched, start of the match."""
+Waiting = dict[str, list[Item]]
+"""Items of one position, by the rule they wait for."""
 Grammar = dict[str, list[tuple[Symbol, ...]]]
 """Plain productions: each rule's alternatives, each a row of character sets and rule names."""
 
 _TOKEN = re.compile(
     r"""(?P<space>\s+|\#[^\n]*)|(?P<define>::=)|(?P<name>[A-Za-z_][A-Za-z0-9_.\-]*)|(?P<string>"(?:[^"\\\n]|\\.)*")"""
-    r"""|(?P<class>\[(?:[^\]\\\n]|\\.)*\])|(?P<bounds>\{\s*\d+\s*(?:,\s*\d*\s*)?\})|(?P<mark>[()|*+?])""",
+    r"""|(?P<class>\[(?:[^\]\\\n]|\\.)*\])|(?P<bounds>\{\s*\d+\s*(?:,\s*\d*\s*)?\})|(?P<mark>[()|*+?=])""",
     re.VERBOSE,
 )
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "b": "\b", "f": "\f", "v": "\v", "0": "\0", "a": "\a", "e": "\x1b"}
@@ -154,7 +158,7 @@ class _Parser:
                 )
             return (Ref(text),)
         if text == "(":
-            if self.source.startswith("=", position + 1):
+            if self.peek()[1] == "=":
                 self.fail(position, "a look-ahead cannot be checked: remove it")
             options = self.alternatives()
             if self.peek()[1] != ")":
@@ -180,11 +184,13 @@ class _Parser:
                 digits = body[index : index + width]
                 if not re.fullmatch(r"[0-9A-Fa-f]+", digits) or len(digits) != width:
                     self.fail(position, f"\\{char} needs {width} hexadecimal digits")
+                if char == "x" and re.match(r"[0-9A-Fa-f]", body[index + width :]):
+                    self.fail(position, "the grammar engine reads all hexadecimal digits after \\x: write \\u00HH")
                 index += width
                 char = chr(int(digits, 16))
             elif char in _ESCAPES:
                 char = _ESCAPES[char]
-            elif char.isalnum():
+            elif char not in "\\\"'?-]^/[":
                 self.fail(position, f"unknown escape \\{char}")
             yield char, True
 
@@ -205,7 +211,7 @@ class _Parser:
             index += 1
         if not ranges:
             self.fail(position, "an empty character class")
-        return union(complement(tuple(ranges)), ()) if is_negated else union(ranges)
+        return complement(tuple(ranges)) if is_negated else union(ranges)
 
 
 def _check(grammar: Grammar) -> None:
@@ -241,15 +247,15 @@ def _fixpoint(grammar: Grammar, *, is_nullable: bool = False) -> set[str]:
 
 
 class Recogniser:
-    """An Earley recogniser over characters: no tree, so ambiguity costs nothing, and time is bounded for any grammar."""
+    """An Earley recogniser over characters: it builds no tree, so ambiguity costs nothing and any grammar ends."""
 
     def __init__(self, grammar: Grammar) -> None:
         self._options = grammar
         self._nullable = _fixpoint(grammar, is_nullable=True)
 
     def first_error(self, text: str) -> int | None:
-        """None if the grammar derives ``text``, else the index where no continuation fits (its length: it ends too early)."""
-        chart: list[dict[str, list[tuple[str, tuple[Symbol, ...], int, int]]]] = []
+        """None if the grammar derives ``text``, else the index of the first misfit (its length: it ends too early)."""
+        chart: list[Waiting] = []
         items = [(ROOT, option, 0, 0) for option in self._options[ROOT]]
         for position in range(len(text) + 1):
             waiting, scans, is_complete = self._close(items, chart, position)
@@ -268,20 +274,18 @@ class Recogniser:
 
     def _close(
         self,
-        items: list[tuple[str, tuple[Symbol, ...], int, int]],
-        chart: list[dict[str, list[tuple[str, tuple[Symbol, ...], int, int]]]],
+        items: list[Item],
+        chart: list[Waiting],
         position: int,
-    ) -> tuple[
-        dict[str, list[tuple[str, tuple[Symbol, ...], int, int]]], list[tuple[str, tuple[Symbol, ...], int, int]], bool
-    ]:
+    ) -> tuple[Waiting, list[Item], bool]:
         """Predict and complete until nothing is new (nullable rules are stepped over at once: Aycock and Horspool)."""
         seen = set(items)
         queue = list(items)
-        waiting: dict[str, list[tuple[str, tuple[Symbol, ...], int, int]]] = {}
+        waiting: Waiting = {}
         scans = []
         is_complete = False
 
-        def add(item: tuple[str, tuple[Symbol, ...], int, int]) -> None:
+        def add(item: Item) -> None:
             if item not in seen:
                 seen.add(item)
                 queue.append(item)

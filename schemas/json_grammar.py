@@ -10,9 +10,12 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jsonschema import Draft3Validator
+
 from schemas.errors import ConstraintError
 from schemas.json_leaves import JSON_TYPES, EnumValues, number_node, string_node, types_of
-from schemas.json_schema import JsonSchema, Sub, escape_pointer
+from schemas.json_nodes import Node, any_of, array_of, finish
+from schemas.json_schema import JsonSchema, Sub
 from schemas.plan import Decision, PlanWriter
 
 MAX_NODES = 4_000
@@ -20,11 +23,16 @@ MAX_NODES = 4_000
 MAX_BRANCH_WORK = 64
 """Alternatives that may be multiplied out at one place."""
 OBJECT_KEYWORDS = frozenset(
-    "properties required additionalProperties patternProperties propertyNames minProperties maxProperties "
-    "unevaluatedProperties dependentRequired dependentSchemas dependencies".split()
+    (
+        *("properties", "required", "additionalProperties", "patternProperties", "propertyNames", "minProperties"),
+        *("maxProperties", "unevaluatedProperties", "dependentRequired", "dependentSchemas", "dependencies"),
+    )
 )
 ARRAY_KEYWORDS = frozenset(
-    "items prefixItems additionalItems minItems maxItems uniqueItems contains minContains maxContains unevaluatedItems".split()
+    (
+        *("items", "prefixItems", "additionalItems", "minItems", "maxItems", "uniqueItems", "contains"),
+        *("minContains", "maxContains", "unevaluatedItems"),
+    )
 )
 STRING_KEYWORDS = frozenset(("minLength", "maxLength", "pattern", "format"))
 NUMBER_KEYWORDS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"))
@@ -41,8 +49,6 @@ DROPPED = {
     "extends": "only draft 3 has it",
 }
 KEPT = "kept by the grammar"
-Node = dict[str, Any]
-"""A node of the normal form; None in its place: no document fits."""
 
 
 class _TooLarge(Exception):
@@ -51,6 +57,8 @@ class _TooLarge(Exception):
 
 def compile_schema(document: JsonSchema) -> tuple[str, PlanWriter]:
     """Return the engine's schema as text and the plan. Raises ConstraintError where no document can fit."""
+    if document.draft is Draft3Validator:
+        return _unplanned("draft 3 is validated only: any JSON is generated; write the schema for a later draft")
     for is_multiplying in (True, False):
         compiler = _Compiler(document, is_multiplying)
         try:
@@ -59,15 +67,19 @@ def compile_schema(document: JsonSchema) -> tuple[str, PlanWriter]:
             continue
         except RecursionError:
             break
-        node = compiler.finish(node)
+        node = None if node is None else finish(node, compiler.defs)
         if node is None:
             raise ConstraintError(
                 "the JSON Schema accepts no finite document: two of its keywords contradict each other, or a required "
                 "property refers back to its own schema; relax one of them"
             )
         return json.dumps(node, ensure_ascii=False), compiler.plan
+    return _unplanned(f"the schema unfolds to more than {MAX_NODES} nodes: any JSON is generated")
+
+
+def _unplanned(reason: str) -> tuple[str, PlanWriter]:
     plan = PlanWriter()
-    plan.note("", "", Decision.CHECKED, f"the schema unfolds to more than {MAX_NODES} nodes: any JSON is generated")
+    plan.note("", "", Decision.CHECKED, reason)
     return "{}", plan
 
 
@@ -98,7 +110,7 @@ class _Compiler:
     # --- conjunctions -------------------------------------------------------------------------------------------
 
     def compile(self, subs: tuple[Sub, ...], is_loose: bool) -> Node | None:
-        """Compile the conjunction of ``subs``. Loose: something around it is left out, so narrowing could lose all documents."""
+        """Compile the conjunction of ``subs``. Loose: something around it is left out, so it must not be narrowed."""
         self.num_nodes += 1
         if self.num_nodes > MAX_NODES:
             raise _TooLarge
@@ -153,9 +165,8 @@ class _Compiler:
         self.kept(flat, "type")
         for keyword, reason in DROPPED.items():
             present = [sub for sub in flat if sub.has(keyword)]
-            if present and keyword == "not" and all(_is_bare_type(sub.schema["not"]) for sub in present):
-                for sub in present:
-                    types -= types_of([sub.child("not")])
+            if present and keyword == "not" and _excluded_types(present) is not None:
+                types -= _excluded_types(present) or set()
                 self.kept(present, keyword)
             elif present:
                 self.checked(present, keyword, reason)
@@ -191,7 +202,7 @@ class _Compiler:
             self.checked((sub,), keyword, "more than one branch may match, which the grammar engine does not exclude")
         else:
             self.kept((sub,), keyword)
-        return _any_of([node for node in nodes if node is not None])
+        return any_of([node for node in nodes if node is not None])
 
     def are_disjoint(self, rest: list[Sub], branches: list[Sub], nodes: list[Node | None]) -> bool:
         """Whether no document generated for one branch is accepted by another."""
@@ -257,7 +268,7 @@ class _Compiler:
                 return {}
             if not is_loose:
                 present = used
-        return _any_of([node for name in present if (node := makers[name][1]()) is not None])
+        return any_of([node for name in present if (node := makers[name][1]()) is not None])
 
     # --- objects ------------------------------------------------------------------------------------------------
 
@@ -379,7 +390,7 @@ class _Compiler:
         self.checked(flat, "unevaluatedItems", "items that other keywords describe are not tracked")
         if high is not None and low > high:
             return None
-        return _array(prefix, rest, low, high)
+        return array_of(prefix, rest, low, high)
 
     def item_subs(self, flat: list[Sub], index: int | None) -> tuple[Sub, ...]:
         """The subschemas of item ``index``; None: of the items after every prefix."""
@@ -391,104 +402,6 @@ class _Compiler:
             elif (rest := _rest(sub)) is not None:
                 children.append(rest)
         return tuple(children)
-
-    # --- the end ------------------------------------------------------------------------------------------------
-
-    def finish(self, root: Node | None) -> Node | None:
-        """Cut what no finite document can reach and attach the named nodes that are still used."""
-        finite: set[str] = set()
-        while True:
-            more = {
-                n for n, d in self.defs.items() if n not in finite and d is not None and _prune(d, finite) is not None
-            }
-            if not more:
-                break
-            finite |= more
-        result = None if root is None else _prune(root, finite)
-        if result is None:
-            return None
-        defs = {name: _prune(node, finite) for name, node in self.defs.items() if node is not None and name in finite}
-        used: dict[str, Node | None] = {}
-        queue = [*_references(result)]
-        while queue:
-            name = queue.pop()
-            if name not in used:
-                used[name] = defs[name]
-                queue += _references(defs[name])
-        return {**result, "$defs": used} if used else result
-
-
-def _prune(node: Node, finite: set[str]) -> Node | None:
-    """Rebuild a node without the parts that lead to unfinished names; None if nothing is left."""
-    if "$ref" in node:
-        return node if node["$ref"].removeprefix("#/$defs/") in finite else None
-    if "anyOf" in node:
-        return _any_of([kept for option in node["anyOf"] if (kept := _prune(option, finite)) is not None])
-    if node.get("type") == "object":
-        return _prune_object(node, finite)
-    if node.get("type") == "array":
-        prefix: list[Node] = []
-        for item in node.get("prefixItems", ()):
-            kept = _prune(item, finite)
-            if kept is None:
-                return _array(prefix, None, node.get("minItems", 0), len(prefix))
-            prefix.append(kept)
-        rest = None if node["items"] is False else _prune(node["items"], finite)
-        return _array(prefix, rest, node.get("minItems", 0), node.get("maxItems") if rest is not None else len(prefix))
-    return node
-
-
-def _prune_object(node: Node, finite: set[str]) -> Node | None:
-    properties = {name: kept for name, p in node["properties"].items() if (kept := _prune(p, finite)) is not None}
-    if any(name not in properties for name in node.get("required", ())):
-        return None
-    others = node["additionalProperties"]
-    if isinstance(others, dict):
-        others = _prune(others, finite) or False
-    if others is False and node.get("minProperties", 0) > len(properties):
-        return None
-    return {**node, "properties": properties, "additionalProperties": others}
-
-
-def _array(prefix: list[Node], rest: Node | None, low: int, high: int | None) -> Node | None:
-    if high is not None and low > high:
-        return None
-    node: Node = {"type": "array"}
-    if prefix:
-        node["prefixItems"] = prefix
-    node["items"] = False if rest is None or high == len(prefix) else rest
-    if low:
-        node["minItems"] = low
-    if high is not None and node["items"] is not False:
-        node["maxItems"] = high
-    return node
-
-
-def _any_of(nodes: list[Node]) -> Node | None:
-    """The union of nodes: enums become one, nested unions flat."""
-    options: list[Node] = []
-    values: list[Any] = []
-    for node in (option for n in nodes for option in (n["anyOf"] if set(n) == {"anyOf"} else (n,))):
-        if set(node) == {"enum"}:
-            if not values:
-                options.append({"enum": values})
-            values += [v for v in node["enum"] if not any(type(v) is type(w) and v == w for w in values)]
-        elif node not in options:
-            options.append(node)
-    if not options:
-        return None
-    return options[0] if len(options) == 1 else {"anyOf": options}
-
-
-def _references(node: Any) -> list[str]:
-    if isinstance(node, list):
-        return [name for item in node for name in _references(item)]
-    if not isinstance(node, dict) or "enum" in node and isinstance(node["enum"], list):
-        return []
-    if isinstance(node.get("$ref"), str):
-        return [node["$ref"].removeprefix("#/$defs/")]
-    found = [name for key, value in node.items() if key != "properties" for name in _references(value)]
-    return found + [name for value in (node.get("properties") or {}).values() for name in _references(value)]
 
 
 def _property_names(flat: list[Sub]) -> list[str]:
@@ -513,8 +426,10 @@ def _rest(sub: Sub) -> Sub | None:
     return sub.child(keyword) if sub.has(keyword) else None
 
 
-def _is_bare_type(schema: Any) -> bool:
-    return isinstance(schema, dict) and set(schema) == {"type"}
-
-
-__all__ = ["compile_schema", "escape_pointer"]
+def _excluded_types(subs: Sequence[Sub]) -> frozenset[str] | None:
+    """What ``not`` keywords take away if each holds only a type; None where the grammar cannot follow."""
+    schemas = [sub.schema["not"] for sub in subs]
+    if not all(isinstance(schema, dict) and set(schema) == {"type"} for schema in schemas):
+        return None
+    excluded = frozenset(atom for sub in subs for atom in types_of([sub.child("not")]))
+    return None if "integer" in excluded and "fraction" not in excluded else excluded

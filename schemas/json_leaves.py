@@ -9,7 +9,6 @@ from decimal import Decimal
 from typing import Any, Protocol
 
 from schemas.json_schema import JsonSchema, Sub
-from schemas.plan import Decision
 from schemas.regex import (
     NOTHING,
     Chars,

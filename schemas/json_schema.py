@@ -5,7 +5,7 @@ Knows the drafts and the limits, not what the grammar engine can keep (``json_gr
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
@@ -20,8 +20,8 @@ from jsonschema import (
 from jsonschema.exceptions import SchemaError, best_match
 from jsonschema.protocols import Validator as SchemaValidator
 from jsonschema.validators import validator_for
-from jsonschema_specifications import REGISTRY
-from referencing import Registry, Resource
+from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
+from referencing import Registry
 from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012, specification_with
 
@@ -91,7 +91,7 @@ class JsonSchema:
         self.draft = draft_of(self.schema)
         _check_metaschema(self.draft, self.schema)
         specification = specification_with(str(self.draft.META_SCHEMA.get("$schema") or self.draft.META_SCHEMA["id"]))
-        resource = Resource(contents=self.schema, specification=specification)
+        resource = specification.create_resource(self.schema)
         base = resource.id() or ""
         self.registry: Registry[Any] = REGISTRY.with_resource(base, resource)
         self.root = Sub(self.schema, "", self.registry.resolver(base))
@@ -100,7 +100,8 @@ class JsonSchema:
         _check_references(self)
 
     def _make_validator(self) -> SchemaValidator:
-        return self.draft(self.schema, registry=self.registry, format_checker=self.draft.FORMAT_CHECKER)
+        make: Callable[..., SchemaValidator] = self.draft
+        return make(self.schema, registry=self.registry, format_checker=self.draft.FORMAT_CHECKER)
 
     def validator_at(self, sub: Sub) -> SchemaValidator:
         """A validator for one subschema, its references resolved where it stands."""
@@ -232,7 +233,7 @@ class JsonValidator:
         self._validator = validator
 
     def check(self, text: str) -> tuple[Any, str | None]:
-        """Return (value, None), (value, message) for JSON against the schema, or (None, message) for text that is no JSON."""
+        """Return (value, None) if valid, (value, message) if the schema forbids it, (None, message) if it is no JSON."""
         try:
             value = load_json(text)
         except (ValueError, RecursionError) as error:
@@ -240,14 +241,14 @@ class JsonValidator:
         try:
             if self._validator.is_valid(value):
                 return value, None
-            error = best_match(self._validator.iter_errors(value))
+            worst = best_match(self._validator.iter_errors(value))
         except (RecursionError, OverflowError) as error:
             return value, f"cannot be validated: {describe(error)}"
-        return value, f"{error.json_path}: {shorten(error.message)}"
+        return value, f"{worst.json_path}: {shorten(worst.message)}" if worst else "not valid"
 
 
 def load_json(text: str) -> Any:
-    """Parse JSON strictly. Raises ValueError for NaN, infinities, numbers out of range, duplicate keys, lone surrogates."""
+    """Parse JSON. Raises ValueError also for NaN, numbers out of range, duplicate keys and lone surrogates."""
     value = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant, parse_float=_finite_float)
     if _MAYBE_SURROGATE.search(text) and _has_surrogate(value):
         raise ValueError("a lone surrogate, which no file can store")

@@ -13,7 +13,7 @@ class Decision(StrEnum):
     REFUSED = "refused"  # cannot work at all: load_constraint raises
 
 
-class KeywordDecision(Record):
+class KeywordDecision(Record, frozen=True):
     """One row of the plan."""
 
     path: str  # JSON pointer of the keyword

@@ -1,0 +1,108 @@
+"""The normal form that the grammar engine is handed: its few shapes, joined, cut and finished.
+
+A node is ``{}`` (anything), a leaf, ``anyOf``, an object with all its keywords spelled out, an array, or a ``$ref`` to
+a named node. None in a node's place: no document fits. Knows nothing of the schemas it came from.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+Node = dict[str, Any]
+PREFIX = "#/$defs/"
+
+
+def finish(root: Node, defs: Mapping[str, Node | None]) -> Node | None:
+    """Cut what no finite document can reach and attach the named nodes that are still used; None if nothing is left."""
+    finite: set[str] = set()
+    while True:
+        left = {name: node for name, node in defs.items() if name not in finite and node is not None}
+        more = {name for name, node in left.items() if _prune(node, finite) is not None}
+        if not more:
+            break
+        finite |= more
+    result = _prune(root, finite)
+    if result is None:
+        return None
+    used: dict[str, Node | None] = {}
+    queue = _references(result)
+    while queue:
+        name = queue.pop()
+        if name not in used:
+            used[name] = _prune(defs[name] or {}, finite)
+            queue += _references(used[name])
+    return {**result, "$defs": used} if used else result
+
+
+def _prune(node: Node, finite: set[str]) -> Node | None:
+    """Rebuild a node without the parts that lead to unfinished names; None if nothing is left."""
+    if "$ref" in node:
+        return node if node["$ref"].removeprefix("#/$defs/") in finite else None
+    if "anyOf" in node:
+        return any_of([kept for option in node["anyOf"] if (kept := _prune(option, finite)) is not None])
+    if node.get("type") == "object":
+        return _prune_object(node, finite)
+    if node.get("type") == "array":
+        prefix: list[Node] = []
+        for item in node.get("prefixItems", ()):
+            kept = _prune(item, finite)
+            if kept is None:
+                return array_of(prefix, None, node.get("minItems", 0), len(prefix))
+            prefix.append(kept)
+        rest = None if node["items"] is False else _prune(node["items"], finite)
+        return array_of(
+            prefix, rest, node.get("minItems", 0), node.get("maxItems") if rest is not None else len(prefix)
+        )
+    return node
+
+
+def _prune_object(node: Node, finite: set[str]) -> Node | None:
+    properties = {name: kept for name, p in node["properties"].items() if (kept := _prune(p, finite)) is not None}
+    if any(name not in properties for name in node.get("required", ())):
+        return None
+    others = node["additionalProperties"]
+    if isinstance(others, dict):
+        others = _prune(others, finite) or False
+    if others is False and node.get("minProperties", 0) > len(properties):
+        return None
+    return {**node, "properties": properties, "additionalProperties": others}
+
+
+def array_of(prefix: list[Node], rest: Node | None, low: int, high: int | None) -> Node | None:
+    if high is not None and low > high:
+        return None
+    node: Node = {"type": "array"}
+    if prefix:
+        node["prefixItems"] = prefix
+    node["items"] = False if rest is None or high == len(prefix) else rest
+    if low:
+        node["minItems"] = low
+    if high is not None and node["items"] is not False:
+        node["maxItems"] = high
+    return node
+
+
+def any_of(nodes: list[Node]) -> Node | None:
+    """The union of nodes: enums become one, nested unions flat."""
+    options: list[Node] = []
+    values: list[Any] = []
+    for node in (option for n in nodes for option in (n["anyOf"] if set(n) == {"anyOf"} else (n,))):
+        if set(node) == {"enum"}:
+            if not values:
+                options.append({"enum": values})
+            values += [v for v in node["enum"] if not any(type(v) is type(w) and v == w for w in values)]
+        elif node not in options:
+            options.append(node)
+    if not options:
+        return None
+    return options[0] if len(options) == 1 else {"anyOf": options}
+
+
+def _references(node: Any) -> list[str]:
+    if isinstance(node, list):
+        return [name for item in node for name in _references(item)]
+    if not isinstance(node, dict) or "enum" in node and isinstance(node["enum"], list):
+        return []
+    if isinstance(node.get("$ref"), str):
+        return [node["$ref"].removeprefix("#/$defs/")]
+    found = [name for key, value in node.items() if key != "properties" for name in _references(value)]
+    return found + [name for value in (node.get("properties") or {}).values() for name in _references(value)]

@@ -1,6 +1,7 @@
 """Text and JSON about jobs, for the verbs: the dry run, the summary at the end, one job, many jobs. Decides nothing."""
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 NUM_SHOWN_ROWS = 5
 MAX_SHOWN_COLUMNS = 3
 MAX_CELL_CHARS = 60
+PLAIN_WIDTH = 200  # of tables that go to a file or a pipe
 
 
 def show_dry_run(prepared: "Prepared", settings: Settings, *, as_json: bool) -> None:
@@ -261,7 +263,8 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         table.add_column(Text(name), overflow="ellipsis", no_wrap=True)
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
-    Console().print(table)
+    is_terminal = sys.stdout.isatty()
+    Console(width=None if is_terminal else PLAIN_WIDTH).print(table)
 
 
 def _cell(value: Any) -> str:

@@ -144,17 +144,14 @@ def exit_code(findings: Sequence[Finding]) -> int:
 
 
 def print_report(findings: Sequence[Finding]) -> None:
-    """A table for people."""
-    from rich.console import Console
-    from rich.table import Table
-
-    colours = {Verdict.OK: "green", Verdict.NOTE: "yellow", Verdict.BROKEN: "bold red"}
-    table = Table(box=None, pad_edge=False)
-    for column in ("check", "verdict", "detail", "what to do"):
-        table.add_column(column, overflow="fold")
-    for f in findings:
-        table.add_row(f.check, f"[{colours[f.verdict]}]{f.verdict}[/]", f.detail, f.remedy)
-    Console().print(table)
+    """One line a finding, and a second one with the remedy."""
+    colours = {Verdict.OK: "green", Verdict.NOTE: "yellow", Verdict.BROKEN: "red"}
+    width = max(len(finding.check) for finding in findings)
+    for finding in findings:
+        verdict = click.style(f"{finding.verdict:<6}", fg=colours[finding.verdict])
+        click.echo(f"{verdict}  {finding.check:<{width}}  {finding.detail}")
+        if finding.remedy:
+            click.echo(f"{'':6}  {'':{width}}  -> {finding.remedy}")
 
 
 @verb("doctor")

@@ -98,7 +98,9 @@ class StaticBatches:
         import torch
         import xgrammar
         from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils import logging
 
+        logging.disable_progress_bar()
         torch.set_num_threads(num_threads)
         self.name = f"transformers static batches of {batch_rows}"
         self._batch_rows = batch_rows
@@ -177,6 +179,9 @@ def _convert_gguf(path: Path, directory: Path, dtype: str) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
     # Not from_pretrained(gguf_file=...): it asks for accelerate, which nothing else here needs.
     config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)

@@ -5,10 +5,11 @@ Every loss here is healed by ``reconcile``; nothing here decides that work is do
 
 import json
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -38,6 +39,7 @@ CONNECT_TIMEOUT_S = 1.0
 CALL_TIMEOUT_S = 5.0
 NUM_TRIES = 3
 PAGE = 1000  # messages read at a time
+HINT_PAUSE_S = 5.0
 HINT_EXPIRY_S = 7 * 24 * 3600  # leftovers of jobs that nobody finishes
 
 TRANSIENT = (redis.ConnectionError, redis.TimeoutError)
@@ -117,6 +119,7 @@ class Queue:
         self.broker_url = broker_url
         self._settings = settings
         self._lease_ms = int(settings.worker.visibility_timeout_s * 500)  # gone before its message comes back
+        self._hints_at_s = 0.0
         self._presence_ms = int(max(settings.worker.visibility_timeout_s, 30.0) * 1000)
 
     def check(self) -> None:
@@ -200,10 +203,12 @@ class Queue:
 
         def count() -> int:
             with self._redis.pipeline() as pipe:
-                pipe.sadd(key, token).expire(key, HINT_EXPIRY_S).scard(key)
+                pipe.sadd(key, token)
+                pipe.expire(key, HINT_EXPIRY_S)
+                pipe.scard(key)
                 return int(pipe.execute()[-1])
 
-        return self._hint(count, default=1)
+        return int(self._hint(count, default=1))
 
     def uncount_delivery(self, job_id: str, index: int, token: str) -> None:
         """Take back ``count_delivery``: the chunk was given back, which is no fault of its own."""
@@ -219,7 +224,9 @@ class Queue:
 
         def publish() -> None:
             with self._redis.pipeline() as pipe:
-                pipe.hset(key, str(index), value).expire(key, HINT_EXPIRY_S).execute()
+                pipe.hset(key, str(index), value)
+                pipe.expire(key, HINT_EXPIRY_S)
+                pipe.execute()
 
         self._hint(publish)
 
@@ -279,7 +286,7 @@ class Queue:
         key = PREFIX + job.spec.model.queue
         ids: list[str] = []
         start = 0
-        while page := self._call(lambda start=start: self._redis.lrange(key, start, start + PAGE - 1)):
+        while page := self._call(partial(self._redis.lrange, key, start, start + PAGE - 1)):
             ids += [_decode_message(message).headers.id for message in page]
             start += len(page)
         held = self._call(lambda: self._redis.hvals(UNACKED_KEY))
@@ -314,11 +321,17 @@ class Queue:
             raise self._unreachable(error) from error
 
     def _hint(self, action: Callable[[], T], default: Any = None) -> Any:
-        """Run a Redis call that the work can do without: a failure is logged and ``default`` returned."""
+        """Run a Redis call that the work can do without: a failure is logged and ``default`` returned.
+
+        After one, hints are not even tried for a while: waiting for a lost network must not slow the rows down.
+        """
+        if time.monotonic() < self._hints_at_s:
+            return default
         try:
             return self._call(action)
         except BrokerError as error:
-            log.warning("broker_hint_lost", error=str(error))
+            self._hints_at_s = time.monotonic() + HINT_PAUSE_S
+            log.warning("broker_hint_lost", error=str(error), pause_s=HINT_PAUSE_S)
             return default
 
     def _unreachable(self, error: Exception) -> BrokerError:

@@ -7,6 +7,7 @@ beat starts. Knows no torch.
 import sys
 from collections.abc import Callable
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -75,11 +76,15 @@ def make_app(
     make_client: MakeClient = EngineClient,
     on_hop: Callable[[str], None] = lambda hop: None,
 ) -> WorkerApp:
-    """Build the app. ``on_hop`` is told each named point of a chunk's way (worker.tasks), where tests inject faults."""
+    """Build the app; tests replace the engine's client, and inject faults at the points of a chunk's way.
+
+    ``on_hop`` is called in the slot's thread with ``received``, ``leased``, ``submitted`` (the first request),
+    ``validated``, ``committed`` and ``finished``.
+    """
     return WorkerApp(settings, make_client, on_hop)
 
 
-@celeryd_init.connect
+@celeryd_init.connect  # type: ignore[untyped-decorator]
 def prepare_worker(instance: Any, **_: Any) -> None:
     """Before a worker is built: logging, the embedded broker, and the queue of its model."""
     app = instance.app
@@ -93,12 +98,13 @@ def prepare_worker(instance: Any, **_: Any) -> None:
     log.info("worker_starting", queue=app.model.queue, model=app.model.name, broker=app.connection().as_uri())
 
 
-@beat_init.connect
+@beat_init.connect  # type: ignore[untyped-decorator]
 def prepare_beat(sender: Any, **_: Any) -> None:
     """Before beat runs: logging and the embedded broker."""
     configure_logging(sender.app.settings.log.level, sender.app.settings.log.format)
     try:
         ensure_broker(sender.app.settings)
+        Path(sender.app.conf.beat_schedule_filename).parent.mkdir(parents=True, exist_ok=True)
     except NightmillError as error:
         log.error("beat_cannot_start", reason=str(error))
         sys.exit(error.exit_code)

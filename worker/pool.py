@@ -118,8 +118,9 @@ class EnginePool(BasePool):  # type: ignore[misc]
             lambda: apply_target(target, args, kwargs, pid=number, **callbacks),
         )
         with self._changed:
-            self._deliveries[number] = delivery
-        self._inbox.put(delivery)
+            if not self._is_draining:  # else its message goes back with the channel
+                self._deliveries[number] = delivery
+                self._inbox.put(delivery)
         return delivery
 
     def next_delivery(self) -> Delivery | None:

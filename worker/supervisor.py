@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import structlog
@@ -66,7 +67,7 @@ class Supervisor(threading.Thread):
             return
         for job_id in Job.list_ids(self._app.store):
             if job_id not in self._others and not self._stopped.is_set():
-                self._attempt(lambda job_id=job_id: self._look_after(job_id))
+                self._attempt(partial(self._look_after, job_id))
 
     def _look_after(self, job_id: str) -> None:
         if exists(self._app.store, f"{job_id}/{SUCCESS_FILE}"):

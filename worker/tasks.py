@@ -30,7 +30,7 @@ REST_S = 15.0
 """How long a slot rests after the store or the engine failed: no chunk's fault, and a full disk takes time to mend."""
 
 
-@shared_task(bind=True, name=TASK_NAME, acks_late=True, ignore_result=True)
+@shared_task(bind=True, name=TASK_NAME, acks_late=True, ignore_result=True)  # type: ignore[untyped-decorator]
 def run_chunk(task: Any, job_id: str, index: int) -> None:
     """Run one chunk unless it is committed, cancelled, or in other hands; design.md section 5, hops 2 to 7.
 

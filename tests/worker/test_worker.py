@@ -62,12 +62,25 @@ def test_report_and_other_commands_need_neither_model_nor_broker(lab: Lab) -> No
         "NIGHTMILL_STATE_DIR": str(lab.path / "x"),
     }
     command = [sys.executable, "-m", "celery", "-A", "worker", "report"]
-    done = subprocess.run(
-        command, env=lab.environment | overrides, cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "EnginePool" in done.stdout
     assert not (lab.path / "x").exists()
+
+
+def test_beat_starts_with_an_empty_schedule_and_ends_on_sigterm(lab: Lab) -> None:
+    beat = subprocess.Popen(
+        [sys.executable, "-m", "celery", "-A", "worker", "beat"],
+        env=lab.environment,
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    until(lambda: list(lab.settings.state_dir.glob("beat-schedule*")), "beat to open its schedule")
+    beat.terminate()
+    _, errors = beat.communicate(timeout=20)
+    assert beat.returncode == 0, errors
+    assert b"Traceback" not in errors
 
 
 def test_a_worker_without_its_model_says_so_and_exits(lab: Lab) -> None:

@@ -224,7 +224,7 @@ class _Cursor:
     def take(self, start_row: int, num_rows: int) -> Iterator[pa.RecordBatch]:
         """Yield the rows, decoding forward from here if that is no longer than from the row group's start."""
         if not self._columns:
-            yield pa.RecordBatch.from_struct_array(pa.array([{}] * num_rows, pa.struct([])))
+            yield pa.RecordBatch.from_arrays([pa.nulls(num_rows)], names=[""])  # only the number of rows counts
             return
         group = max(i for i, start in enumerate(self._group_starts) if start <= start_row)
         if not self._group_starts[group] <= self._row <= start_row or self._row == 0:
@@ -266,6 +266,8 @@ class _Cursor:
 
 def _conform(batch: pa.RecordBatch, schema: pa.Schema, partition: dict[str, str | None]) -> pa.RecordBatch:
     """Give a batch the columns and types of ``schema``."""
+    if not schema.names:
+        return batch.select([])  # keeps the number of rows, which no empty list of arrays has
     arrays = []
     for field in schema:
         if field.name in batch.schema.names:

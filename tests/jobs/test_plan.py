@@ -1,0 +1,60 @@
+"""Chunks cover the rows exactly once, in order; the plan file gives back what was written."""
+
+import io
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jobs.plan import VERSION_KEY, Plan, decode_plan, encode_plan, make_chunks
+from schemas.errors import InputDataError, JobError
+from schemas.records import FORMAT_VERSION, InputFile
+
+
+def files_of(row_counts: list[int]) -> tuple[InputFile, ...]:
+    return tuple(
+        InputFile(uri=f"/d/{i}.parquet", size_bytes=1, modified="1", num_rows=n) for i, n in enumerate(row_counts)
+    )
+
+
+@given(st.lists(st.integers(0, 30), max_size=6), st.integers(1, 12), st.none() | st.integers(1, 100))
+def test_chunks_cover_the_first_rows_once_and_in_order(
+    row_counts: list[int], chunk_rows: int, limit: int | None
+) -> None:
+    chunks = make_chunks(files_of(row_counts), chunk_rows, limit)
+    covered = [(c.input_index, row) for c in chunks for row in range(c.start_row, c.start_row + c.num_rows)]
+    every_row = [(index, row) for index, count in enumerate(row_counts) for row in range(count)]
+    assert covered == every_row[:limit]
+    assert [chunk.index for chunk in chunks] == list(range(len(chunks)))
+    assert all(1 <= chunk.num_rows <= chunk_rows for chunk in chunks)
+
+
+@pytest.mark.parametrize(("chunk_rows", "limit"), [(0, None), (1, 0), (-1, 3)])
+def test_sizes_below_one_are_refused(chunk_rows: int, limit: int | None) -> None:
+    with pytest.raises(InputDataError, match="at least 1"):
+        make_chunks(files_of([3]), chunk_rows, limit)
+
+
+@pytest.mark.parametrize("row_counts", [[], [0], [7, 0, 5]])
+def test_a_plan_survives_its_file(row_counts: list[int]) -> None:
+    schema = pa.schema([pa.field("a", pa.list_(pa.string()), metadata={"k": "v"})], {"pandas": "{}"})
+    plan = Plan(make_chunks(files_of(row_counts), 3), schema)
+    decoded = decode_plan("job-1", encode_plan("job-1", plan))
+    assert decoded.chunks == plan.chunks
+    assert decoded.input_schema.equals(schema, check_metadata=True)
+
+
+def test_a_plan_of_another_job_a_newer_version_or_half_a_file_is_refused() -> None:
+    data = encode_plan("job-1", Plan(make_chunks(files_of([5]), 2), pa.schema({"a": pa.int64()})))
+    with pytest.raises(JobError, match="belongs to job-1"):
+        decode_plan("job-2", data)
+    with pytest.raises(JobError, match="cannot be read"):
+        decode_plan("job-1", data[: len(data) // 2])
+    table = pq.read_table(io.BytesIO(data))
+    newer = {**table.schema.metadata, VERSION_KEY: str(FORMAT_VERSION + 1).encode()}
+    sink = io.BytesIO()
+    pq.write_table(table.replace_schema_metadata(newer), sink)
+    with pytest.raises(JobError, match="update it"):
+        decode_plan("job-1", sink.getvalue())

@@ -48,6 +48,18 @@ def engine(cpu: bool, no_peer: bool, **options: Any) -> None:
         click.echo(line)
 
 
+@main.command()
+@click.option("--rows", "num_rows", default=100_000, show_default=True, type=click.IntRange(min=1))
+@click.option("--repeats", default=3, show_default=True, type=click.IntRange(min=1))
+def jobs(num_rows: int, repeats: int) -> None:
+    """The data path without a model: what a row costs beside its generation, on one thread."""
+    from ops.bench.data_path import DataPathBench, run_data_path_bench
+
+    _settings()
+    for line in run_data_path_bench(DataPathBench(num_rows, repeats)):
+        click.echo(line)
+
+
 def _settings() -> Settings:
     settings = Settings.load()
     configure_logging("WARNING", settings.log.format)

@@ -1,6 +1,7 @@
 """The data path without a model: Parquet in, prompts, validation, parts, Parquet out.
 
-Answers come from nowhere at once. One thread, one process: what a worker spends on a row beside generating it. Knows no engine.
+Answers come from nowhere at once. One thread, one process: what a worker spends on a row beside generating it.
+Knows no engine.
 """
 
 import os

@@ -6,7 +6,7 @@ Knows nothing of where they are stored or who computes them.
 
 import hashlib
 from enum import StrEnum
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, dataclass_transform
 
 import msgspec
 
@@ -16,6 +16,7 @@ FORMAT_VERSION = 1
 T = TypeVar("T")
 
 
+@dataclass_transform(frozen_default=True, kw_only_default=True)  # mypy does not see that subclasses inherit these
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of all records: frozen, keyword-only, strict when decoded."""
 

@@ -3,53 +3,53 @@
 Knows the worker's command line and environment, not its code.
 """
 
+import json
 import os
 import shlex
 import signal
 import subprocess
 import sys
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 
 from schemas.errors import EngineError
 from schemas.records import ModelRef
-from schemas.settings import Settings
+from schemas.settings import Settings, default_state_dir
 
-MAX_STARTS = 4
+WORKER_COMMAND = (sys.executable, "-m", "celery", "-A", "worker", "worker")
+MAX_DEATHS = 4
+PERMANENT_EXIT_CODE = 2  # of a worker whose settings or model are refused: another start would end alike
 STOP_TIMEOUT_S = 15.0
-LOG_TAIL_LINES = 15
+LOG_TAIL_LINES = 8
+MAX_LOG_LINE_CHARS = 300
 
 
 class LocalWorker:
     """One worker process at a time; owned by the waiting loop."""
 
-    def __init__(self, settings: Settings, model: ModelRef) -> None:
+    def __init__(self, settings: Settings, model: ModelRef, command: Sequence[str] = WORKER_COMMAND) -> None:
+        self._command = command
         self._environment = worker_environment(settings, model)
         self._process: subprocess.Popen[bytes] | None = None
-        self.num_starts = 0
+        self._num_deaths = 0
         self.log_path = Path(settings.state_dir).absolute() / "logs" / f"worker-{model.queue}-{os.getpid()}.log"
 
     @property
-    def pid(self) -> int | None:
-        """Process id of the worker that was started last, None before the first start."""
-        return None if self._process is None else self._process.pid
+    def has_died(self) -> bool:
+        """Whether a worker was started and ended by itself."""
+        return self._process is not None and self._process.poll() is not None
 
     def is_running(self) -> bool:
         """Whether a worker that this object started is alive."""
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
-        """Start the worker in a session of its own, so that Ctrl-C in the terminal reaches only the waiting verb.
-
-        Raises EngineError with the log's tail when it has already died ``MAX_STARTS`` times.
-        """
-        if self.num_starts >= MAX_STARTS:
-            raise EngineError(self.describe_death())
-        self.num_starts += 1
+        """Start the worker in a session of its own, so that Ctrl-C in the terminal reaches only the waiting verb."""
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "celery", "-A", "worker", "worker"],
+                self._command,
                 env={**os.environ, **self._environment},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -57,11 +57,28 @@ class LocalWorker:
                 start_new_session=True,
             )
 
-    def describe_death(self) -> str:
-        """Say how the worker ended, and its last words."""
+    def restart(self) -> None:
+        """Start it again after a death.
+
+        Raises EngineError with the cause and the log's tail if that is useless: it refused its settings or model, or it
+        has died ``MAX_DEATHS`` times since the last progress.
+        """
+        self._num_deaths += 1
         code = None if self._process is None else self._process.poll()
-        tail = "\n".join(f"  {line}" for line in self._log_tail())
-        return f"the worker died {self.num_starts} times (exit code {code}); its log {self.log_path} ends with\n{tail}"
+        if code == PERMANENT_EXIT_CODE or self._num_deaths >= MAX_DEATHS:
+            raise EngineError(self._describe_death(code))
+        self.start()
+
+    def note_progress(self) -> None:
+        """Forget earlier deaths: it got something done since."""
+        self._num_deaths = 0
+
+    def _describe_death(self, code: int | None) -> str:
+        lines = self._log_tail()
+        cause = next(filter(None, map(_error_in, reversed(lines))), None)
+        headline = f"the worker cannot go on: {cause}" if cause else f"the worker died (exit code {code})"
+        tail = "\n".join(f"  {line[:MAX_LOG_LINE_CHARS]}" for line in lines if line)
+        return f"{headline}\nits log {self.log_path} ends with\n{tail}"
 
     def stop(self) -> None:
         """Give running chunks back to the queue and end the process; killed if that takes too long."""
@@ -83,6 +100,16 @@ class LocalWorker:
                 return [line.rstrip() for line in deque(log, LOG_TAIL_LINES)]
         except OSError:
             return []
+
+
+def _error_in(line: str) -> str | None:
+    """The reason in a structured log line of level error."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    is_error = isinstance(event, dict) and event.get("level") == "error"
+    return str(event["reason"]) if is_error and event.get("reason") else None
 
 
 def worker_environment(settings: Settings, model: ModelRef) -> dict[str, str]:
@@ -111,10 +138,15 @@ def model_environment(model: ModelRef) -> dict[str, str]:
 
 
 def worker_command(settings: Settings, model: ModelRef) -> str:
-    """The shell line that starts a worker for ``model``: what differs from the defaults, then the command."""
-    defaults = worker_environment(
-        Settings.model_construct(), ModelRef(name="smollm2", digest=model.digest, dtype="float32")
-    )
+    """The shell line that starts a worker for ``model``: the variables that differ from the defaults, then the command."""
+    state_dir = default_state_dir().absolute()
+    defaults = {
+        "NIGHTMILL_STATE_DIR": str(state_dir),
+        "NIGHTMILL_JOBS_ROOT": str(Path(settings.state_dir).absolute() / "jobs"),
+        **model_environment(ModelRef(name="smollm2", digest=model.digest)),
+    }
+    if model.name != "smollm2":
+        del defaults["NIGHTMILL_WORKER__DTYPE"]  # a worker's default is the checkpoint's own, which may be another
     wanted = worker_environment(settings, model)
     changed = [f"{key}={shlex.quote(value)}" for key, value in wanted.items() if defaults.get(key) != value]
     return " ".join([*changed, "celery -A worker worker"])

@@ -92,6 +92,7 @@ class Waiter:
         self._start_s = time.monotonic()
         self._next_reconcile_s = self._start_s
         self._last_note = ""
+        self._num_committed = len(job.committed())
 
     def run(self) -> JobState:
         """Block until the job has ended or is paused; always stops the worker it started.
@@ -104,6 +105,7 @@ class Waiter:
                 if len(committed) == len(self._job.chunks):
                     try_finish(self._job)
                 self._reporter.update(self._take_snapshot(len(committed)))
+                self._credit_worker(len(committed))
                 if (state := self._job.state()) in ENDED:
                     return state
                 self._tend()
@@ -115,8 +117,10 @@ class Waiter:
 
     def _tend(self) -> None:
         """See to it that the chunks are queued and that somebody serves the queue."""
-        if self._worker is not None and self._worker.num_starts and not self._worker.is_running():
-            self._restart_worker(self._worker)
+        if self._worker is not None and self._worker.has_died:
+            self._worker.restart()
+            self._reporter.note(f"the worker died and was started again; its log: {self._worker.log_path}")
+            self._next_reconcile_s = time.monotonic()
         now_s = time.monotonic()
         if now_s < self._next_reconcile_s:
             return
@@ -139,10 +143,10 @@ class Waiter:
             command = worker_command(self._settings, self._job.spec.model)
             self._say(f"nobody serves queue {self._job.spec.model.queue}: start a worker with\n  {command}")
 
-    def _restart_worker(self, worker: LocalWorker) -> None:
-        self._reporter.note("the worker died and is started again")
-        worker.start()
-        self._next_reconcile_s = time.monotonic()
+    def _credit_worker(self, num_committed: int) -> None:
+        if self._worker is not None and num_committed > self._num_committed:
+            self._worker.note_progress()
+        self._num_committed = num_committed
 
     def _handle_broker_loss(self, error: BrokerError) -> None:
         self._say(f"{error}; the job's files are intact, waiting for the broker")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -19,6 +20,7 @@ import structlog
 from pydantic import ValidationError
 
 from engine.client import EngineClient
+from engine.frames import Hello
 from schemas.errors import ConstraintError, SettingsError
 from schemas.log import configure_logging
 from schemas.model_files import model_ref
@@ -58,11 +60,12 @@ class SamplingParams:
     so_args: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        self.sampling()
-        self.constraint()
+        self.sampling  # noqa: B018 - both raise for what is wrong
+        self.constraint  # noqa: B018
 
+    @cached_property
     def sampling(self) -> Sampling:
-        """The engine's record of these parameters. Raises ValueError that says what is out of range."""
+        """The engine's record of these parameters."""
         fields = {
             "temperature": 0.0 if 0 <= self.temperature < GREEDY_BELOW else self.temperature,
             "top_p": self.top_p,
@@ -79,8 +82,9 @@ class SamplingParams:
         except msgspec.ValidationError as error:
             raise ValueError(f"bad sampling parameters: {error}") from error
 
+    @cached_property
     def constraint(self) -> Constraint | None:
-        """The checked constraint of ``so_args``. Raises ConstraintError."""
+        """The checked constraint of ``so_args``."""
         from schemas.constraints import load_constraint  # its validators take a while to import
 
         if self.so_args is None:
@@ -132,7 +136,7 @@ class LLM:
         self._call_indices = itertools.count()
         self._client = EngineClient(ref, settings)
         try:
-            self.hello = self._client.start()
+            self._client.start()
         except BaseException:
             self._client.stop()
             raise
@@ -162,6 +166,11 @@ class LLM:
                 pairs = zip(requests, futures, strict=False)
                 self._client.cancel([request.request_id for (request, _), future in pairs if not future.done()])
 
+    @property
+    def hello(self) -> Hello:
+        """What the engine process said of itself: device, kernels and why, longest sequence."""
+        return self._client.hello
+
     def close(self) -> None:
         """Stop the engine process."""
         self._client.stop()
@@ -178,24 +187,22 @@ class LLM:
         self, prompts: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[tuple[Request, Constraint | None]]:
         params = _params_of_each(sampling_params, len(prompts))
-        prepared = {id(each): (each.sampling(), each.constraint()) for each in params}
         call_index = next(self._call_indices)
         num_seen: Counter[str] = Counter()
         requests = []
         for index, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
-            sampling, constraint = prepared[id(each)]
             content = _content(prompt, index)
             key = short_hash(repr(content))
             seed = row_seed(self.seed, key, num_seen[key], 0) if each.seq_seed is None else each.seq_seed % 2**63
             num_seen[key] += 1  # a prompt given twice is drawn twice
             request = Request(
                 request_id=f"{call_index}-{index}",
-                constraint_key=constraint.key if constraint else None,
-                sampling=sampling,
+                constraint_key=each.constraint.key if each.constraint else None,
+                sampling=each.sampling,
                 seed=seed,
                 **content,
             )
-            requests.append((request, constraint))
+            requests.append((request, each.constraint))
         return requests
 
 

@@ -37,7 +37,7 @@ from engine.frames import (
 from engine.pipe import FrameBuffer, pack
 from engine.stats import EngineStats
 from schemas import errors
-from schemas.errors import EngineError, SettingsError
+from schemas.errors import EngineError, NightmillError, SettingsError
 from schemas.log import configure_logging
 from schemas.records import Completion, Constraint, ModelRef, Request
 from schemas.settings import EngineSettings, LogSettings, Settings
@@ -93,7 +93,8 @@ def main(fd: int, make_engine: MakeEngine | None = None) -> NoReturn:
     except ConnectionError:
         pass  # the worker is gone
     except Exception as error:  # one of the three boundaries: the client reports the cause
-        log.exception("rank_failed")
+        if not isinstance(error, NightmillError):  # ours say all in their message, which the client logs
+            log.exception("rank_failed")
         with contextlib.suppress(ConnectionError):
             send(_fatal(error))
     _exit(1)

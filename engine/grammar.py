@@ -98,7 +98,7 @@ class Grammars:
         self._has_result.wait(timeout_s)
 
     def fill(self, matchers: Seq[Matcher | None]) -> Tensor | None:
-        """Masks of the next token, int32 [L, W] on the host, all ones where there is no matcher; None if all are free."""
+        """Masks of the next token, int32 [L, W] on the host, all ones where a row is free; None if all are."""
         rows = [row for row, matcher in enumerate(matchers) if matcher is not None]
         if not rows:
             return None

@@ -13,31 +13,25 @@ from typing import Any
 from jsonschema import Draft3Validator
 
 from schemas.errors import ConstraintError
-from schemas.json_leaves import JSON_TYPES, EnumValues, number_node, string_node, types_of
+from schemas.json_leaves import JSON_TYPES, EnumValues, number_node, pattern_language, string_node, types_of
 from schemas.json_nodes import Node, any_of, array_of, finish
-from schemas.json_schema import JsonSchema, Sub
+from schemas.json_schema import (
+    APPLICATORS,
+    ARRAY_KEYWORDS,
+    ASSERTIONS,
+    NUMBER_KEYWORDS,
+    OBJECT_KEYWORDS,
+    STRING_KEYWORDS,
+    JsonSchema,
+    Sub,
+)
 from schemas.plan import Decision, PlanWriter
+from schemas.regex import print_regex
 
 MAX_NODES = 4_000
 """Nodes of the compiled schema; above it, alternatives beside other keywords are no longer multiplied out."""
 MAX_BRANCH_WORK = 64
 """Alternatives that may be multiplied out at one place."""
-OBJECT_KEYWORDS = frozenset(
-    (
-        *("properties", "required", "additionalProperties", "patternProperties", "propertyNames", "minProperties"),
-        *("maxProperties", "unevaluatedProperties", "dependentRequired", "dependentSchemas", "dependencies"),
-    )
-)
-ARRAY_KEYWORDS = frozenset(
-    (
-        *("items", "prefixItems", "additionalItems", "minItems", "maxItems", "uniqueItems", "contains"),
-        *("minContains", "maxContains", "unevaluatedItems"),
-    )
-)
-STRING_KEYWORDS = frozenset(("minLength", "maxLength", "pattern", "format"))
-NUMBER_KEYWORDS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"))
-ASSERTIONS = OBJECT_KEYWORDS | ARRAY_KEYWORDS | STRING_KEYWORDS | NUMBER_KEYWORDS | {"type", "enum", "const", "extends"}
-APPLICATORS = frozenset(("allOf", "anyOf", "oneOf", "not", "if", "$ref", "$dynamicRef", "$recursiveRef"))
 DROPPED = {
     "not": "the grammar engine cannot exclude",
     "if": "the grammar engine has no conditions",
@@ -196,51 +190,49 @@ class _Compiler:
         if has_more and (not self.is_multiplying or len(branches) > MAX_BRANCH_WORK):
             self.checked((sub,), keyword, "too large to be combined with the keywords beside it")
             return self.conjunction(rest, True)
-        # A branch that may have to stay open keeps oneOf honest: closing is a choice made per branch.
         nodes = [self.compile((*rest, branch), is_loose) for branch in branches]
-        if keyword == "oneOf" and not self.are_disjoint(rest, branches, nodes):
+        if keyword == "oneOf" and not self.are_disjoint(branches, nodes):
             self.checked((sub,), keyword, "more than one branch may match, which the grammar engine does not exclude")
         else:
             self.kept((sub,), keyword)
         return any_of([node for node in nodes if node is not None])
 
-    def are_disjoint(self, rest: list[Sub], branches: list[Sub], nodes: list[Node | None]) -> bool:
+    def are_disjoint(self, branches: list[Sub], nodes: list[Node | None]) -> bool:
         """Whether no document generated for one branch is accepted by another."""
         if len(branches) > MAX_BRANCH_WORK:
             return False
         return all(
-            self.excludes(node, other, rest)
+            self.excludes(node, other)
             for i, node in enumerate(nodes)
             for j, other in enumerate(branches)
             if i != j and node is not None
         )
 
-    def excludes(self, node: Node, branch: Sub, rest: list[Sub]) -> bool:
+    def excludes(self, node: Node, branch: Sub) -> bool:
         """Whether ``branch`` surely rejects every document of ``node``."""
         node = self.resolve(node)
         if "anyOf" in node:
-            return all(self.excludes(option, branch, rest) for option in node["anyOf"])
-        validator = self.document.validator_at(branch)
+            return all(self.excludes(option, branch) for option in node["anyOf"])
         if "enum" in node:
+            validator = self.document.validator_at(branch)
             return not any(validator.is_valid(value) for value in node["enum"])
         flat, _ = self.flatten((branch,))
-        if flat is None:
+        if flat is None or ("type" in node and not JSON_TYPES[node["type"]] & types_of(flat)):
             return True
-        if "type" in node and not JSON_TYPES[node["type"]] & types_of(flat):
+        return node.get("type") == "object" and any(self.excludes_object(node, sub) for sub in flat)
+
+    def excludes_object(self, node: Node, sub: Sub) -> bool:
+        """Whether a key that every object of ``node`` has, or cannot have, makes ``sub`` reject them all."""
+        properties = node["properties"]
+        is_closed = node["additionalProperties"] is False and "patternProperties" not in node
+        if is_closed and set(sub.required()) - set(properties):
             return True
-        if node.get("type") != "object":
-            return False
-        properties = node.get("properties", {})
-        for sub in flat:
-            if node.get("additionalProperties") is False and set(sub.get("required") or ()) - set(properties):
-                return True
-            for name in node.get("required", ()):
-                value = self.resolve(properties[name])
-                if not sub.has("properties") or name not in sub.schema["properties"]:
-                    if sub.get("additionalProperties") is False and not sub.get("patternProperties"):
-                        return True
-                elif self.excludes(value, sub.child("properties", name), []):
+        for name in node.get("required", ()):
+            if name in (sub.get("properties") or {}):
+                if self.excludes(self.resolve(properties[name]), sub.child("properties", name)):
                     return True
+            elif sub.get("additionalProperties") is False and not sub.get("patternProperties"):
+                return True
         return False
 
     def resolve(self, node: Node) -> Node:
@@ -274,10 +266,12 @@ class _Compiler:
 
     def object_node(self, flat: list[Sub], is_loose: bool) -> Node | None:
         names = _property_names(flat)
-        required = list(dict.fromkeys(name for sub in flat for name in _required(sub)))
+        required = list(dict.fromkeys(name for sub in flat for name in sub.required()))
         low = max([0, *(int(sub.get("minProperties") or 0) for sub in flat)])
         highs = [int(sub.schema["maxProperties"]) for sub in flat if sub.has("maxProperties")]
         patterns = [sub for sub in flat if sub.get("patternProperties")]
+        if not names and (named := self.map_node(flat, patterns, is_loose)) is not None:
+            return self.count_properties(named, low, min(highs) if highs else None, flat)
         is_closed = self.is_closed(flat, names, low, is_loose)
         properties: dict[str, Node] = {}
         for name in names:
@@ -292,9 +286,39 @@ class _Compiler:
         result: Node = {"type": "object", "properties": properties}
         if kept := [name for name in properties if name in required]:
             result["required"] = kept
-        result["additionalProperties"] = False if is_closed else self.additional(flat, patterns, names, is_loose)
+        result["additionalProperties"] = False if is_closed else self.additional(flat, patterns, is_loose)
         self.note_object(flat, patterns, bool(names), is_closed)
         return self.count_properties(result, low, min(highs) if highs else None, flat)
+
+    def map_node(self, flat: list[Sub], patterns: list[Sub], is_loose: bool) -> Node | None:
+        """An object without known keys whose other keys follow one pattern; None where the engine cannot keep that."""
+        naming = [sub for sub in flat if sub.has("propertyNames")]
+        open_subs = [sub for sub in flat if sub.get("additionalProperties") not in (None, False)]
+        closed_subs = [sub for sub in flat if sub.get("additionalProperties") is False]
+        result: Node = {"type": "object", "properties": {}}
+        if len(patterns) == 1 and len(patterns[0].schema["patternProperties"]) == 1 and not naming and not open_subs:
+            language = pattern_language(pattern := next(iter(patterns[0].schema["patternProperties"])))
+            if (
+                isinstance(language, str)
+                or (is_loose and not closed_subs)
+                or any(c not in patterns for c in closed_subs)
+            ):
+                return None
+            value = self.compile((patterns[0].child("patternProperties", pattern),), is_loose)
+            if value is not None:
+                result["patternProperties"] = {print_regex(language): value}
+            self.kept(flat, "patternProperties", "additionalProperties", "unevaluatedProperties")
+            self.kept(flat, "minProperties", "maxProperties")
+            return {**result, "additionalProperties": False}
+        if naming and not patterns and not closed_subs and not any(sub.has("unevaluatedProperties") for sub in flat):
+            trial = _Compiler(self.document, self.is_multiplying)
+            key = trial.compile(tuple(sub.child("propertyNames") for sub in naming), is_loose)
+            if key is None or set(key) != {"type", "pattern"} or not trial.plan.is_enforced():
+                return None
+            self.kept(flat, "propertyNames", "additionalProperties", "minProperties", "maxProperties")
+            values = self.additional(flat, [], is_loose)
+            return {**result, "propertyNames": key, "additionalProperties": values}
+        return None
 
     def is_closed(self, flat: list[Sub], names: list[str], low: int, is_loose: bool) -> bool:
         """Whether no other key is generated: demanded, or our choice where the schema leaves it open."""
@@ -312,9 +336,8 @@ class _Compiler:
             before = len(children)
             if name in (sub.get("properties") or {}):
                 children.append(sub.child("properties", name))
-            for pattern in sub.get("patternProperties") or {}:
-                if re.search(pattern, name):
-                    children.append(sub.child("patternProperties", pattern))
+            matching = (pattern for pattern in sub.get("patternProperties") or {} if re.search(pattern, name))
+            children += [sub.child("patternProperties", pattern) for pattern in matching]
             if len(children) == before and sub.has("additionalProperties"):
                 children.append(sub.child("additionalProperties"))
             if sub.has("propertyNames") and not self.document.validator_at(sub.child("propertyNames")).is_valid(name):
@@ -323,7 +346,7 @@ class _Compiler:
             return None
         return tuple(children)
 
-    def additional(self, flat: list[Sub], patterns: list[Sub], names: list[str], is_loose: bool) -> Node | bool:
+    def additional(self, flat: list[Sub], patterns: list[Sub], is_loose: bool) -> Node | bool:
         """The schema of all other keys' values; anything where patternProperties decide about them."""
         subs = tuple(sub.child("additionalProperties") for sub in flat if sub.has("additionalProperties"))
         if patterns:
@@ -345,7 +368,7 @@ class _Compiler:
 
     def count_properties(self, node: Node, low: int, high: int | None, flat: list[Sub]) -> Node | None:
         num_names, num_required = len(node["properties"]), len(node.get("required", ()))
-        is_closed = node["additionalProperties"] is False
+        is_closed = node["additionalProperties"] is False and "patternProperties" not in node
         if high is not None and (high < low or high < num_required):
             return None
         if is_closed and low > num_names:
@@ -373,7 +396,7 @@ class _Compiler:
         low = max([0, *(int(sub.get("minItems") or 0) for sub in flat)])
         highs = [int(sub.schema["maxItems"]) for sub in flat if sub.has("maxItems")]
         high = min(highs) if highs else None
-        num_prefix = max(len(_prefix(sub)) for sub in flat)
+        num_prefix = max(len(sub.prefix_items()) for sub in flat)
         prefix: list[Node] = []
         for index in range(num_prefix if high is None else min(num_prefix, high)):
             node = self.compile(self.item_subs(flat, index), is_loose)
@@ -396,10 +419,10 @@ class _Compiler:
         """The subschemas of item ``index``; None: of the items after every prefix."""
         children = []
         for sub in flat:
-            prefix = _prefix(sub)
+            prefix = sub.prefix_items()
             if index is not None and index < len(prefix):
                 children.append(prefix[index])
-            elif (rest := _rest(sub)) is not None:
+            elif (rest := sub.rest_items()) is not None:
                 children.append(rest)
         return tuple(children)
 
@@ -407,23 +430,7 @@ class _Compiler:
 def _property_names(flat: list[Sub]) -> list[str]:
     """Keys in the order of the schema: declared ones first, then those that are only required."""
     declared = (name for sub in flat for name in sub.get("properties") or ())
-    return list(dict.fromkeys([*declared, *(name for sub in flat for name in _required(sub))]))
-
-
-def _required(sub: Sub) -> list[str]:
-    value = sub.get("required")
-    return list(value) if isinstance(value, list) else []  # draft 3 has a boolean inside the property
-
-
-def _prefix(sub: Sub) -> list[Sub]:
-    keyword = "items" if isinstance(sub.get("items"), list) else "prefixItems"
-    items = sub.get(keyword)
-    return [sub.child(keyword, index) for index in range(len(items))] if isinstance(items, list) else []
-
-
-def _rest(sub: Sub) -> Sub | None:
-    keyword = "additionalItems" if isinstance(sub.get("items"), list) else "items"
-    return sub.child(keyword) if sub.has(keyword) else None
+    return list(dict.fromkeys([*declared, *(name for sub in flat for name in sub.required())]))
 
 
 def _excluded_types(subs: Sequence[Sub]) -> frozenset[str] | None:

@@ -158,7 +158,7 @@ def _pick_pattern(flat: Sequence[Sub], notes: Notes) -> tuple[Sub | None, str | 
             pattern = sub.schema[keyword] if keyword == "pattern" else _format_pattern(sub, notes)
             if pattern is None:
                 continue
-            tree = _language(pattern)
+            tree = pattern_language(pattern)
             if isinstance(tree, str):
                 notes.checked((sub,), keyword, tree)
             else:
@@ -171,7 +171,7 @@ def _format_pattern(sub: Sub, notes: Notes) -> str | None:
     return FORMAT_PATTERNS.get(name) if name in notes.document.draft.FORMAT_CHECKER.checkers else None
 
 
-def _language(pattern: str) -> Node | str:
+def pattern_language(pattern: str) -> Node | str:
     """The tree of what the pattern matches within plain characters, or why it cannot be kept."""
     try:
         tree = restrict(whole(parse_regex(pattern, ascii_only=False), search=True), PLAIN)
@@ -240,8 +240,8 @@ def number_node(flat: Sequence[Sub], notes: Notes, *, is_integer: bool) -> dict[
         modulus = math.lcm(*(int(sub.schema["multipleOf"]) for sub in whole_moduli))
         lowest = None if low is None else math.floor(low) + 1 if low_open else math.ceil(low)
         highest = None if high is None else math.ceil(high) - 1 if high_open else math.floor(high)
-        return _integer_node(lowest, highest, modulus, flat, notes)
-    return _fraction_node(low, low_open, high, high_open, flat, notes)
+        return _integer_node((lowest, highest), modulus, flat, notes)
+    return _fraction_node((low, low_open), (high, high_open), flat, notes)
 
 
 def _bound(flat: Sequence[Sub], keyword: str, open_keyword: str, sign: int) -> tuple[Decimal | None, bool]:
@@ -260,8 +260,9 @@ BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 
 
 def _integer_node(
-    low: int | None, high: int | None, modulus: int, flat: Sequence[Sub], notes: Notes
+    bounds: tuple[int | None, int | None], modulus: int, flat: Sequence[Sub], notes: Notes
 ) -> dict[str, Any] | None:
+    low, high = bounds
     if low is not None and high is not None and low > high:
         return None
     if (low or 0) > MAX_INT or (high or 0) < -MAX_INT:
@@ -289,8 +290,9 @@ def _integer_node(
 
 
 def _fraction_node(
-    low: Decimal | None, low_open: bool, high: Decimal | None, high_open: bool, flat: Sequence[Sub], notes: Notes
+    lower: tuple[Decimal | None, bool], upper: tuple[Decimal | None, bool], flat: Sequence[Sub], notes: Notes
 ) -> dict[str, Any]:
+    (low, low_open), (high, high_open) = lower, upper
     node: dict[str, Any] = {"type": "number"}
     is_narrow = low is not None and high is not None and high - low < MIN_WIDTH
     if is_narrow or not _is_simple(low) or not _is_simple(high):

@@ -59,12 +59,14 @@ def _prune_object(node: Node, finite: set[str]) -> Node | None:
     properties = {name: kept for name, p in node["properties"].items() if (kept := _prune(p, finite)) is not None}
     if any(name not in properties for name in node.get("required", ())):
         return None
+    named = {regex: kept for regex, p in node.get("patternProperties", {}).items() if (kept := _prune(p, finite))}
     others = node["additionalProperties"]
     if isinstance(others, dict):
         others = _prune(others, finite) or False
-    if others is False and node.get("minProperties", 0) > len(properties):
+    if others is False and not named and node.get("minProperties", 0) > len(properties):
         return None
-    return {**node, "properties": properties, "additionalProperties": others}
+    result = {**node, "properties": properties, "additionalProperties": others}
+    return {**result, "patternProperties": named} if "patternProperties" in node else result
 
 
 def array_of(prefix: list[Node], rest: Node | None, low: int, high: int | None) -> Node | None:
@@ -100,7 +102,7 @@ def any_of(nodes: list[Node]) -> Node | None:
 def _references(node: Any) -> list[str]:
     if isinstance(node, list):
         return [name for item in node for name in _references(item)]
-    if not isinstance(node, dict) or "enum" in node and isinstance(node["enum"], list):
+    if not isinstance(node, dict) or isinstance(node.get("enum"), list):
         return []
     if isinstance(node.get("$ref"), str):
         return [node["$ref"].removeprefix("#/$defs/")]

@@ -39,6 +39,22 @@ SINGLES = (
     *("then", "unevaluatedItems", "unevaluatedProperties"),
 )
 IN_PLACE = ("allOf", "anyOf", "oneOf", "not", "if", "then", "else")
+OBJECT_KEYWORDS = frozenset(
+    (
+        *("properties", "required", "additionalProperties", "patternProperties", "propertyNames", "minProperties"),
+        *("maxProperties", "unevaluatedProperties", "dependentRequired", "dependentSchemas", "dependencies"),
+    )
+)
+ARRAY_KEYWORDS = frozenset(
+    (
+        *("items", "prefixItems", "additionalItems", "minItems", "maxItems", "uniqueItems", "contains"),
+        *("minContains", "maxContains", "unevaluatedItems"),
+    )
+)
+STRING_KEYWORDS = frozenset(("minLength", "maxLength", "pattern", "format"))
+NUMBER_KEYWORDS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"))
+ASSERTIONS = OBJECT_KEYWORDS | ARRAY_KEYWORDS | STRING_KEYWORDS | NUMBER_KEYWORDS | {"type", "enum", "const", "extends"}
+APPLICATORS = frozenset(("allOf", "anyOf", "oneOf", "not", "if", "$ref", "$dynamicRef", "$recursiveRef"))
 MINIMA = ("minLength", "minItems", "minProperties", "minContains")
 
 
@@ -68,6 +84,22 @@ class Sub:
         if isinstance(schema, dict) and isinstance(schema.get("$id"), str):
             resolver = resolver.in_subresource(DRAFT202012.create_resource(schema))
         return Sub(schema, self.path + "".join("/" + escape_pointer(str(part)) for part in parts), resolver)
+
+    def required(self) -> list[str]:
+        """Required keys (draft 3 has a boolean inside the property instead)."""
+        value = self.get("required")
+        return list(value) if isinstance(value, list) else []
+
+    def prefix_items(self) -> list["Sub"]:
+        """The positional items: prefixItems, or a list under items before draft 2020-12."""
+        keyword = "items" if isinstance(self.get("items"), list) else "prefixItems"
+        items = self.get(keyword)
+        return [self.child(keyword, index) for index in range(len(items))] if isinstance(items, list) else []
+
+    def rest_items(self) -> "Sub | None":
+        """The schema of the items after the positional ones."""
+        keyword = "additionalItems" if isinstance(self.get("items"), list) else "items"
+        return self.child(keyword) if self.has(keyword) else None
 
     def target(self) -> "Sub":
         """What ``$ref`` points to. Raises ConstraintError if that is not inside the document."""
@@ -233,7 +265,7 @@ class JsonValidator:
         self._validator = validator
 
     def check(self, text: str) -> tuple[Any, str | None]:
-        """Return (value, None) if valid, (value, message) if the schema forbids it, (None, message) if it is no JSON."""
+        """Return (value, None) if valid, (value, message) if the schema forbids it, (None, message) if not JSON."""
         try:
             value = load_json(text)
         except (ValueError, RecursionError) as error:

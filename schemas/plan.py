@@ -41,3 +41,7 @@ class PlanWriter:
     def rows(self) -> tuple[KeywordDecision, ...]:
         """All decisions, in the order in which keywords were met."""
         return tuple(self._rows.values())
+
+    def is_enforced(self) -> bool:
+        """Whether nothing is left to be checked."""
+        return all(row.decision == Decision.ENFORCED for row in self._rows.values())

@@ -4,7 +4,8 @@ Gold and output columns never enter a prompt. What is wrong for every row raises
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import jinja2
@@ -139,7 +140,8 @@ class PromptBuilder:
         check_columns(sorted(used), schema, "the filter")
         names = schema.names if whole_row else sorted(used)
         self._columns.update(names)
-        expression = self._environment.compile_expression(source, undefined_to_none=False)
+        with _syntax_explained("the filter", source):
+            expression = self._environment.compile_expression(source, undefined_to_none=False)
 
         def is_kept(row: Mapping[str, Any]) -> bool:
             values = {name: row[name] for name in names}
@@ -152,13 +154,8 @@ class PromptBuilder:
 
     def _names_in(self, source: str, what: str, shown: str | None = None) -> tuple[set[str], bool]:
         """Return the columns that a template names, and whether it may need any other too."""
-        try:
+        with _syntax_explained(what, source if shown is None else shown):
             tree = self._environment.parse(source)
-        except jinja2.TemplateSyntaxError as error:
-            hint = " (compare with ==, not =)" if shown and "=" in shown else ""
-            raise PromptError(
-                f"{what} {shown or ''!r} is wrong in line {error.lineno}: {error.message}{hint}"
-            ) from error
         built_in = self._environment.globals.keys() - set(self._visible)
         used = meta.find_undeclared_variables(tree) - built_in
         if ROW_NAME not in used or ROW_NAME in self._visible:
@@ -207,6 +204,15 @@ def system_text(spec: JobSpec) -> str | None:
             return f"Answer with text that matches this regular expression, and nothing else:\n{source}"
         case ConstraintKind.EBNF:
             return f"Answer with text that follows this grammar, and nothing else:\n{source}"
+
+
+@contextmanager
+def _syntax_explained(what: str, source: str) -> Iterator[None]:
+    try:
+        yield
+    except jinja2.TemplateSyntaxError as error:
+        hint = " (compare with ==, not =)" if what == "the filter" and "=" in source else ""
+        raise PromptError(f"{what} {source!r} is wrong in line {error.lineno}: {error.message}{hint}") from error
 
 
 class _Keyed(NamedTuple):

@@ -123,12 +123,13 @@ def test_edges_that_fit_are_kept() -> None:
     assert completion_column(spec_of(fixed(a=TEXT, b=INTEGER))).fit({"b": None}) == {"b": None}
 
 
+FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 VALUES = {
     "integer": (INTEGER, st.integers(-(2**63), 2**63 - 1)),
     "text": (TEXT, st.text()),
     "list": ({"type": "array", "items": BOOLEAN}, st.lists(st.booleans())),
-    "object": (fixed(a=TEXT, n=NUMBER), st.fixed_dictionaries({"a": st.text(), "n": st.floats(allow_nan=False, allow_infinity=False)})),
-}  # fmt: skip
+    "object": (fixed(a=TEXT, n=NUMBER), st.fixed_dictionaries({"a": st.text(), "n": FLOATS})),
+}
 
 
 @pytest.mark.parametrize("kind", VALUES)

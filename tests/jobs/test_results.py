@@ -1,0 +1,336 @@
+"""Rows to results: one each, in order; statuses by finish reason and validator; retries that can help, recorded."""
+
+import json
+import threading
+from collections import deque
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jobs import results as results_module
+from jobs.results import RETRY_TEMPERATURE, next_sampling, run_rows
+from schemas.errors import EngineError, Interrupted
+from schemas.records import (
+    Completion,
+    Constraint,
+    ConstraintKind,
+    FinishReason,
+    JobSpec,
+    Request,
+    RetryPolicy,
+    RowResult,
+    RowStatus,
+    Sampling,
+    row_seed,
+)
+from tests.tiny_jobs import (
+    MODEL,
+    YES_NO,
+    Answer,
+    ScriptedEngine,
+    completion,
+    json_schema,
+    make_job,
+    prompt_of,
+    run_chunk,
+    write_input,
+)
+
+STOP, LENGTH, CLOSED = FinishReason.STOP, FinishReason.LENGTH, FinishReason.CLOSED
+NO_RETRY = RetryPolicy(max_attempts=1)
+
+
+def run_one(tmp_path: Path, answer: Any, **fields: Any) -> tuple[RowResult, ScriptedEngine]:
+    engine = ScriptedEngine(answer)
+    write_input(tmp_path / "one.parquet", {"text": ["hello"]})
+    (row,) = run_chunk(make_job(tmp_path, [tmp_path / "one.parquet"], **{"constraint": YES_NO, **fields}), 0, engine)
+    return row, engine
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "label"),
+    [
+        ("yes", RowStatus.OK, "yes"),
+        (("yes", CLOSED), RowStatus.CLOSED, "yes"),
+        ("maybe", RowStatus.INVALID, None),
+        (("ye", CLOSED), RowStatus.INVALID, None),
+        (("ye", LENGTH), RowStatus.TRUNCATED, None),
+        (("yes", LENGTH), RowStatus.TRUNCATED, None),
+        (("", FinishReason.PROMPT_TOO_LONG), RowStatus.PROMPT_TOO_LONG, None),
+        (("", FinishReason.CONSTRAINT_ERROR), RowStatus.CONSTRAINT_ERROR, None),
+        (("yes", FinishReason.ERROR), RowStatus.FAILED, None),
+        (("yes", FinishReason.CANCELLED), RowStatus.FAILED, None),
+    ],
+)
+def test_every_finish_reason_has_its_status_and_no_failure_has_a_label(
+    tmp_path: Path, answer: Answer, status: RowStatus, label: str | None
+) -> None:
+    row, _ = run_one(tmp_path, answer, retry=NO_RETRY)
+    text = answer if isinstance(answer, str) else answer[0]
+    assert (row.status, row.value, row.raw) == (status, label, text)
+    assert (row.error is None) == (status in (RowStatus.OK, RowStatus.CLOSED))
+    assert [attempt.status for attempt in row.attempts] == [status]
+
+
+def test_without_a_constraint_any_text_that_ends_is_ok_but_no_text_is_not(tmp_path: Path) -> None:
+    assert run_one(tmp_path, "so be it", constraint=None)[0].value == "so be it"
+    empty, _ = run_one(tmp_path, " ", constraint=None)
+    assert (empty.status, empty.value) == (RowStatus.INVALID, None)
+
+
+def test_the_engines_error_and_counts_reach_the_row(tmp_path: Path) -> None:
+    def answer(request: Request) -> Completion:
+        return Completion(
+            request_id=request.request_id,
+            finish_reason=FinishReason.PROMPT_TOO_LONG,
+            error="prompt is 9120 tokens, limit 512",
+            num_prompt_tokens=9120,
+            seconds=0.5,
+        )
+
+    row, _ = run_one(tmp_path, answer)
+    assert (row.error, row.num_prompt_tokens, row.seconds) == ("prompt is 9120 tokens, limit 512", 9120, 0.5)
+
+
+def test_a_document_that_its_column_cannot_hold_is_not_ok(tmp_path: Path) -> None:
+    row, _ = run_one(tmp_path, str(2**63), constraint=json_schema({"type": "integer"}), retry=NO_RETRY)
+    assert (row.status, row.value, row.raw) == (RowStatus.INVALID, None, str(2**63))
+    assert "64-bit" in row.error
+
+
+def test_a_truncated_row_gets_more_budget_up_to_the_models_limit(tmp_path: Path) -> None:
+    def answer(request: Request) -> Answer:
+        return "yes" if request.sampling.max_tokens >= 300 else ("ye", LENGTH)
+
+    row, engine = run_one(tmp_path, answer, sampling=Sampling(max_tokens=100))
+    assert [request.sampling.max_tokens for request in engine.requests] == [100, 200, 400]
+    assert (row.status, row.value) == (RowStatus.OK, "yes")
+    assert [(a.status, a.max_tokens) for a in row.attempts] == [
+        (RowStatus.TRUNCATED, 100),
+        (RowStatus.TRUNCATED, 200),
+        (RowStatus.OK, 400),
+    ]
+
+
+def test_a_truncated_row_is_not_tried_again_with_the_same_budget(tmp_path: Path) -> None:
+    room = MODEL.max_model_len - 7
+    row, engine = run_one(
+        tmp_path, ("ye", LENGTH), sampling=Sampling(max_tokens=400), retry=RetryPolicy(max_attempts=9)
+    )
+    assert [request.sampling.max_tokens for request in engine.requests] == [400, room]
+    assert (row.status, row.raw, row.value) == (RowStatus.TRUNCATED, "ye", None)
+    _, engine = run_one(tmp_path, ("ye", LENGTH), retry=RetryPolicy(budget_factor=1.0))
+    assert len(engine.requests) == 1
+
+
+def test_an_invalid_greedy_row_is_tried_again_with_a_seed_and_a_little_temperature(tmp_path: Path) -> None:
+    def answer(request: Request) -> Answer:
+        return "yes" if request.sampling.temperature else "maybe"
+
+    row, engine = run_one(tmp_path, answer)
+    assert [request.sampling.temperature for request in engine.requests] == [0.0, RETRY_TEMPERATURE]
+    assert engine.requests[0].seed != engine.requests[1].seed
+    assert [(a.status, a.temperature) for a in row.attempts] == [
+        (RowStatus.INVALID, 0.0),
+        (RowStatus.OK, RETRY_TEMPERATURE),
+    ]
+
+
+def test_attempts_are_bounded_and_all_recorded(tmp_path: Path) -> None:
+    row, engine = run_one(tmp_path, "maybe", sampling=Sampling(temperature=0.7), retry=RetryPolicy(max_attempts=4))
+    assert (len(engine.requests), len(row.attempts), row.status) == (4, 4, RowStatus.INVALID)
+    assert len({attempt.seed for attempt in row.attempts}) == 4
+
+
+@pytest.mark.parametrize("reason", [FinishReason.PROMPT_TOO_LONG, FinishReason.CONSTRAINT_ERROR, FinishReason.ERROR])
+def test_a_failure_that_another_try_cannot_cure_is_final(tmp_path: Path, reason: FinishReason) -> None:
+    _, engine = run_one(tmp_path, ("", reason))
+    assert len(engine.requests) == 1
+
+
+@given(
+    max_tokens=st.integers(1, 600),
+    prompt=st.integers(0, 600),
+    factor=st.floats(0.5, 10),
+    status=st.sampled_from(list(RowStatus)),
+    attempts=st.integers(1, 5),
+)
+def test_a_next_try_always_differs_from_the_last(
+    max_tokens: int, prompt: int, factor: float, status: RowStatus, attempts: int
+) -> None:
+    spec = JobSpec(name="t", inputs=(), model=MODEL, retry=RetryPolicy(max_attempts=3, budget_factor=factor))
+    sampling = Sampling(max_tokens=max_tokens)
+    done = Completion(request_id="1", finish_reason=LENGTH, num_prompt_tokens=prompt)
+    following = next_sampling(spec, sampling, done, status, attempts)
+    if following is None:
+        return
+    assert attempts < 3
+    assert status in (RowStatus.TRUNCATED, RowStatus.INVALID)
+    assert (following.max_tokens > max_tokens) or (following.temperature > 0)
+    assert following.max_tokens <= max(max_tokens, MODEL.max_model_len - prompt)
+
+
+def test_seeds_come_from_the_question_not_from_its_place(tmp_path: Path) -> None:
+    write_input(tmp_path / "a.parquet", {"text": ["same", "other", "same"]})
+    engines = []
+    for chunk_rows in (1, 3):
+        job = make_job(tmp_path, [tmp_path / "a.parquet"], chunk_rows=chunk_rows, name=f"by{chunk_rows}", seed=5)
+        engine = ScriptedEngine()
+        for chunk in job.chunks:
+            run_chunk(job, chunk.index, engine)
+        engines.append([request.seed for request in engine.requests])
+    assert engines[0] == engines[1]
+    assert (engines[0][0] == engines[0][2], engines[0][0] == engines[0][1]) == (True, False)
+    assert row_seed(5, "k", 0, 0) != row_seed(6, "k", 0, 0)
+
+
+def test_several_completions_are_a_list_and_ok_only_if_each_is(tmp_path: Path) -> None:
+    def answer(request: Request) -> Answer:
+        return "no" if request.request_id.split(":")[-2] == "1" else "yes"
+
+    row, engine = run_one(tmp_path, answer, num_completions=3)
+    assert (row.status, row.value, row.raw) == (RowStatus.OK, ["yes", "no", "yes"], ["yes", "no", "yes"])
+    assert len({request.seed for request in engine.requests}) == 3
+
+    def one_bad(request: Request) -> Answer:
+        return "maybe" if request.request_id.split(":")[-2] == "1" else "yes"
+
+    row, engine = run_one(tmp_path, one_bad, num_completions=3)
+    assert (row.status, row.value, row.raw) == (RowStatus.INVALID, None, ["yes", "maybe", "yes"])
+    assert row.error.startswith("completion 1: ")
+    assert (len(engine.requests), len(row.attempts)) == (5, 5)
+
+
+def test_confidence_is_the_probability_of_the_text(tmp_path: Path) -> None:
+    def answer(request: Request) -> Completion:
+        return Completion(request_id=request.request_id, finish_reason=STOP, text="yes", logprobs=(-0.5, -0.5))
+
+    assert run_one(tmp_path, answer)[0].confidence == pytest.approx(0.36788, abs=1e-5)
+    assert run_one(tmp_path, "yes")[0].confidence is None
+
+
+def test_rows_that_are_not_asked_cost_no_request(tmp_path: Path) -> None:
+    rows = {"text": ["a", None, "c", "", "e"], "n": [1, 1, 0, 1, 1]}
+    job = make_job(tmp_path, [write_input(tmp_path / "a.parquet", rows)], chunk_rows=9, prompt_column="text", where="n")
+    engine = ScriptedEngine()
+    statuses = [row.status for row in run_chunk(job, 0, engine)]
+    bad = RowStatus.INPUT_ERROR
+    assert statuses == [RowStatus.OK, bad, RowStatus.SKIPPED, bad, RowStatus.OK]
+    assert engine.prompts() == ["a", "e"]
+
+
+def test_a_row_whose_own_constraint_is_broken_leaves_its_neighbours_alone(tmp_path: Path) -> None:
+    rows = {"text": ["x"] * 3, "c": ["yes|no", "(", "no|yes"]}
+    job = make_job(
+        tmp_path,
+        [write_input(tmp_path / "a.parquet", rows)],
+        prompt_column="text",
+        constraint_column="c",
+        constraint_column_kind=ConstraintKind.REGEX,
+    )
+    assert [row.status for row in run_chunk(job, 0, ScriptedEngine())] == [
+        RowStatus.OK,
+        RowStatus.CONSTRAINT_ERROR,
+        RowStatus.OK,
+    ]
+
+
+class ShuffledEngine:
+    """Finishes requests in an order of its own, from another thread, with a bounded number in flight."""
+
+    def __init__(self, order: list[int]) -> None:
+        self._order = deque(order)
+        self._waiting: list[tuple[Request, Future[Completion]]] = []
+        self.max_in_flight = 0
+
+    def __call__(self, request: Request, constraint: Constraint | None) -> Future[Completion]:
+        future: Future[Completion] = Future()
+        self._waiting.append((request, future))
+        self.max_in_flight = max(self.max_in_flight, len(self._waiting))
+        return future
+
+    def finish_one(self) -> None:
+        position = self._order.popleft() % len(self._waiting)
+        request, future = self._waiting.pop(position)
+        text = prompt_of(request)
+        is_first_try = request.request_id.endswith(":0")
+        future.set_result(completion(request, (text[:2], LENGTH) if is_first_try and text.endswith("3") else text))
+
+    def run(self, is_over: threading.Event) -> None:
+        while not is_over.wait(0.0005):
+            if self._waiting and self._order:
+                self.finish_one()
+
+
+@pytest.mark.parametrize("window", [1, 3, 100])
+def test_results_are_in_row_order_whatever_order_requests_finish_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int
+) -> None:
+    monkeypatch.setattr(results_module, "WINDOW", window)
+    texts = [f"answer {i}" for i in range(40)]
+    job = make_job(tmp_path, [write_input(tmp_path / "a.parquet", {"text": texts})], chunk_rows=25)
+    engine, is_over = ShuffledEngine([7919 * i for i in range(1000)]), threading.Event()
+    thread = threading.Thread(target=engine.run, args=(is_over,))
+    thread.start()
+    rows = [row for chunk in job.chunks for row in run_rows(job, chunk, engine, is_cancelled=lambda: False)]
+    is_over.set()
+    thread.join()
+    assert [row.row_index for row in rows] == list(range(40))
+    assert [row.value for row in rows] == texts
+    assert engine.max_in_flight <= window + 1
+
+
+def test_a_chunk_stops_soon_when_asked_and_gives_its_requests_back(tmp_path: Path) -> None:
+    job, engine, given_back = make_job(tmp_path, chunk_rows=10), ShuffledEngine([]), []
+    with pytest.raises(Interrupted):
+        run_rows(job, job.chunks[0], engine, is_cancelled=lambda: len(engine._waiting) == 10, cancel=given_back.extend)
+    assert sorted(given_back) == sorted(request.request_id for request, _ in engine._waiting)
+
+
+def test_an_engine_that_is_gone_ends_the_chunk_with_its_cause(tmp_path: Path) -> None:
+    given_back: list[str] = []
+
+    def dead(request: Request, constraint: Constraint | None) -> Future[Completion]:
+        future: Future[Completion] = Future()
+        future.set_exception(EngineError("six deaths in ten minutes"))
+        return future
+
+    job = make_job(tmp_path)
+    with pytest.raises(EngineError, match="six deaths"):
+        run_rows(job, job.chunks[0], dead, is_cancelled=lambda: False, cancel=given_back.extend)
+
+
+def test_progress_ends_with_the_chunks_counts(tmp_path: Path) -> None:
+    job, seen = make_job(tmp_path, chunk_rows=10, where="'3' not in text", constraint=YES_NO), []
+    run_rows(job, job.chunks[0], ScriptedEngine(), is_cancelled=lambda: False, on_progress=seen.append)
+    assert seen[-1] == {RowStatus.OK: 9, RowStatus.SKIPPED: 1}
+
+
+def test_two_runs_of_a_chunk_share_no_request_id(tmp_path: Path) -> None:
+    job, engine = make_job(tmp_path), ScriptedEngine()
+    run_chunk(job, 0, engine)
+    run_chunk(job, 0, engine)
+    assert len({request.request_id for request in engine.requests}) == 8
+
+
+def test_a_struct_label_has_its_values_in_schema_order(tmp_path: Path) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"reason": {"type": "string"}, "label": {"enum": ["a", "b"]}},
+        "required": ["reason", "label"],
+        "additionalProperties": False,
+    }
+    row, _ = run_one(tmp_path, '{"reason": "ü", "label": "b"}', constraint=json_schema(schema))
+    assert json.dumps(row.value, ensure_ascii=False) == '{"reason": "ü", "label": "b"}'
+
+
+def test_a_job_of_one_template_for_all_rows_reads_no_column(tmp_path: Path) -> None:
+    path = write_input(tmp_path / "a.parquet", pa.table({"n": [1, 2, 3]}))
+    engine = ScriptedEngine()
+    assert len(run_chunk(make_job(tmp_path, [path], prompt_template="Say yes."), 0, engine)) == 3
+    assert engine.prompts() == ["Say yes."] * 3

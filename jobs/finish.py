@@ -5,7 +5,7 @@ Two finishers write the same content; the success file, created last and exclusi
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from datetime import UTC, datetime
 from itertools import groupby
 
@@ -22,6 +22,7 @@ from schemas.records import Chunk, JobState, RowStatus, encode_json
 JOB_KEY = b"nightmill.job_id"
 ROW_GROUP_ROWS, ROW_GROUP_BYTES = 65_536, 128 * 2**20
 MAX_ERROR_KINDS = 10_000
+WRITER_OPTIONS = {"compression": "zstd", "write_page_checksum": True}
 GOOD = frozenset({RowStatus.OK, RowStatus.CLOSED, RowStatus.SKIPPED})
 
 
@@ -108,21 +109,14 @@ def _write_outputs(job: Job, tally: _Tally) -> Iterator[OutputFile]:
 def _write_output(job: Job, store: Store, key: str, tables: Iterable[pa.Table]) -> OutputFile:
     """Stream one output file; memory holds one row group."""
     _refuse_foreign(job, store, key)
-    num_rows = 0
-    with _open_parquet_writer(store, key, output_schema(job)) as writer:
+    num_rows, schema = 0, output_schema(job)
+    # an exception still writes a footer, into a file that the store then throws away
+    with store.open_writer(key) as sink, pq.ParquetWriter(sink, schema, **WRITER_OPTIONS) as writer:
         for table in _row_groups(tables):
             writer.write_table(table, row_group_size=max(1, table.num_rows))
             num_rows += table.num_rows
     entry = store.stat(key)
     return OutputFile(uri=store.locate(key), num_rows=num_rows, size_bytes=entry.size_bytes if entry else 0)
-
-
-@contextmanager
-def _open_parquet_writer(store: Store, key: str, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
-    with store.open_writer(key) as sink:
-        writer = pq.ParquetWriter(sink, schema, compression="zstd", write_page_checksum=True)
-        yield writer
-        writer.close()  # not in a finally: a footer would make half a file look whole
 
 
 def output_schema(job: Job) -> pa.Schema:

@@ -1,0 +1,196 @@
+"""Loading weights: shards, tied heads, GGUF, random ones; and what makes a checkpoint unusable."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.gguf_file import GgufFile
+from engine.models import Model
+from engine.weights import load_model, read_spec, unpermute
+from kernels.reference import ReferenceKernels
+from schemas.errors import ModelError
+from schemas.model_files import ModelFiles, resolve_model
+from schemas.records import ModelRef
+from tests.step_batches import block_tables, step_batch
+from tests.tiny_models import IM_END, tiny_config, tiny_tokenizer, tiny_weights, write_tiny_model
+
+CPU = torch.device("cpu")
+IDS = [5, 9, 17, 300, 44, 81, 7]
+
+
+def load(path: Path, load_format: str = "auto") -> Model:
+    files = ModelFiles(path, "gguf" if path.suffix == ".gguf" else "huggingface")
+    ref = ModelRef(name=str(path), digest="0" * 16, load_format=load_format)  # type: ignore[arg-type]
+    return load_model(files, ref, ReferenceKernels(), CPU)
+
+
+def all_logits(model: Model, ids: list[int] = IDS) -> torch.Tensor:
+    batch = step_batch([ids], [0], block_tables([len(ids)]), logits_rows=range(len(ids)))
+    return model.logits(model.forward(batch, model.alloc_cache(1 + len(ids), 4)))
+
+
+def test_shards_hold_the_same_model_as_one_file(tmp_path: Path) -> None:
+    one, many = write_tiny_model(tmp_path / "one"), write_tiny_model(tmp_path / "many", num_shards=3)
+    assert torch.equal(all_logits(load(one)), all_logits(load(many)))
+
+
+def test_a_tied_head_is_the_embedding_even_if_the_file_holds_another(tmp_path: Path) -> None:
+    directory = write_tiny_model(tmp_path, "smollm2")
+    wanted = all_logits(load(directory))
+    weights = load_file(directory / "model.safetensors")
+    save_file({**weights, "lm_head.weight": torch.zeros(320, 48)}, directory / "model.safetensors")
+    assert torch.equal(all_logits(load(directory)), wanted)
+
+
+def test_a_bf16_checkpoint_loads_as_fp32(tmp_path: Path) -> None:
+    narrow = write_tiny_model(tmp_path / "narrow", dtype=torch.bfloat16)
+    logits = all_logits(load(narrow))
+    wide = write_tiny_model(tmp_path / "wide")
+    rounded = {k: v.bfloat16().float() for k, v in load_file(wide / "model.safetensors").items()}
+    save_file(rounded, wide / "model.safetensors")
+    assert torch.equal(all_logits(load(wide)), logits)
+
+
+def test_a_missing_or_unused_tensor_is_an_error_that_names_it(tmp_path: Path) -> None:
+    directory = write_tiny_model(tmp_path)
+    path = directory / "model.safetensors"
+    weights = load_file(path)
+    save_file({**weights, "model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}, path)
+    with pytest.raises(ModelError, match=r"does not use.*model.layers.0.self_attn.q_proj.bias"):
+        load(directory)
+    save_file({**weights, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}, path)
+    load(directory)
+    del weights["model.layers.1.mlp.down_proj.weight"]
+    save_file(weights, path)
+    with pytest.raises(ModelError, match=r"no tensor model.layers.1.mlp.down_proj.weight"):
+        load(directory)
+
+
+def test_missing_and_broken_weight_files_are_named(tmp_path: Path) -> None:
+    directory = write_tiny_model(tmp_path, num_shards=2)
+    shard = directory / "model-00002-of-00002.safetensors"
+    shard.write_bytes(shard.read_bytes()[:100])
+    with pytest.raises(ModelError, match=f"cannot read .*{shard.name}"):
+        load(directory)
+    shard.unlink()
+    with pytest.raises(ModelError, match=f"missing: {shard.name}"):
+        load(directory)
+    (directory / "model.safetensors.index.json").unlink()
+    with pytest.raises(ModelError, match="no weights to load"):
+        load(directory)
+
+
+def test_random_weights_need_no_weight_file_and_are_the_same_each_time(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config("qwen2")))
+    first, second = all_logits(load(tmp_path, "random")), all_logits(load(tmp_path, "random"))
+    assert torch.equal(first, second)
+    assert first.std() > 0
+
+
+def write_gguf(path: Path, family: str) -> Path:
+    """Write a tiny model as llama.cpp's converter does, Llama's q and k rows permuted, some tensors quantised."""
+    import gguf
+
+    config = tiny_config(family)
+    arch = "qwen2" if family == "qwen2" else "llama"
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    vocab = tiny_tokenizer().get_vocab()
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(sorted(vocab, key=vocab.__getitem__))
+    writer.add_eos_token_id(IM_END)
+    names = {
+        "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+        "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    }  # fmt: skip
+    for name, tensor in tiny_weights(config).items():
+        module, kind = name.rsplit(".", 1)
+        parts = module.split(".")
+        is_layer = module.startswith("model.layers.")
+        short = names[".".join(parts[3:]) if is_layer else module]
+        values = tensor.numpy()
+        if arch == "llama" and short in ("attn_q", "attn_k"):
+            heads = config["num_attention_heads" if short == "attn_q" else "num_key_value_heads"]
+            values = values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
+        full = f"blk.{parts[2]}.{short}.{kind}" if is_layer else f"{short}.{kind}"
+        writer.add_tensor(full, np.ascontiguousarray(values))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("family", ["llama", "smollm2", "qwen2"])
+def test_a_gguf_file_holds_the_model_that_it_was_made_from(tmp_path: Path, family: str) -> None:
+    made = load(write_gguf(tmp_path / "tiny.gguf", family))
+    original = load(write_tiny_model(tmp_path / "hf", family))
+    torch.testing.assert_close(all_logits(made), all_logits(original), atol=1e-5, rtol=1e-5)
+
+
+def test_unpermute_undoes_llama_cpps_order() -> None:
+    rows = torch.arange(24).view(12, 2)
+    permuted = rows.view(2, 2, 3, 2).transpose(1, 2).reshape(12, 2)
+    assert torch.equal(unpermute(permuted, num_heads=2), rows)
+
+
+@pytest.mark.parametrize("content", [b"", b"GGUF", b"GGML" + bytes(40), b"GGUF\x03\0\0\0" + b"\xff" * 40])
+def test_a_broken_gguf_file_is_a_model_error(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(content)
+    with pytest.raises(ModelError, match=r"cannot read .*broken\.gguf as GGUF"):
+        GgufFile(path)
+
+
+@pytest.fixture(scope="module")
+def demo() -> ModelFiles:
+    try:
+        return resolve_model("smollm2")
+    except ModelError as error:
+        pytest.skip(str(error))
+
+
+def test_the_gguf_reader_agrees_with_the_gguf_packages(demo: ModelFiles, tmp_path: Path) -> None:
+    import gguf
+
+    ours, theirs = GgufFile(demo.path), gguf.GGUFReader(demo.path)
+    assert set(ours.tensors) == {tensor.name for tensor in theirs.tensors}
+    for key in ("llama.rope.freq_base", "tokenizer.ggml.pre", "tokenizer.chat_template", "tokenizer.ggml.token_type"):
+        assert ours.metadata[key] == theirs.fields[key].contents()
+    assert ours.metadata["tokenizer.ggml.tokens"][:999] == theirs.fields["tokenizer.ggml.tokens"].contents(slice(999))
+    for tensor in theirs.tensors[:4] + theirs.tensors[-1:]:  # Q8_0, F32, Q4_1
+        wanted = gguf.dequantize(tensor.data, tensor.tensor_type).reshape(tensor.shape[::-1])
+        assert np.array_equal(ours.read(tensor.name), wanted)
+
+
+@pytest.mark.slow
+def test_the_demo_model_has_the_logits_of_transformers_gguf_route(demo: ModelFiles) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    with torch.device("meta"):
+        skeleton = LlamaForCausalLM(LlamaConfig(**load_gguf_checkpoint(demo.path)["config"]))
+    checkpoint = load_gguf_checkpoint(demo.path, return_tensors=True, model_to_load=skeleton)
+    oracle = LlamaForCausalLM(skeleton.config).eval()
+    missing, unexpected = oracle.load_state_dict(checkpoint["tensors"], strict=False)
+    assert missing == ["lm_head.weight"]  # tied
+    assert not unexpected
+    ids = torch.randint(20, 49152, (40,), generator=torch.Generator().manual_seed(0)).tolist()
+    with torch.no_grad():
+        wanted = oracle(torch.tensor([ids])).logits[0]
+    model = load(demo.path)
+    assert model.spec == read_spec(demo)
+    torch.testing.assert_close(all_logits(model, ids), wanted, atol=1e-3, rtol=1e-4)

@@ -4,10 +4,10 @@ The one door to ``json_schema``, ``json_grammar``, ``regex`` and ``ebnf``. Knows
 """
 
 import json
-import re
 from functools import lru_cache
 from typing import Any, Protocol
 
+from schemas.automaton import Automaton
 from schemas.ebnf import Recogniser, parse_ebnf
 from schemas.errors import ConstraintError
 from schemas.json_grammar import compile_schema
@@ -62,9 +62,9 @@ def make_validator(constraint: Constraint) -> Validator:
     if constraint.kind == ConstraintKind.JSON_SCHEMA:
         return JsonValidator(JsonSchema(constraint.source).validator)
     if constraint.kind == ConstraintKind.REGEX:
-        return _RegexValidator(_compile(constraint)[0])
+        return _TextValidator(_compile_regex(constraint.source)[1], "match the regex")
     if constraint.kind == ConstraintKind.EBNF:
-        return _EbnfValidator(Recogniser(parse_ebnf(constraint.source)))
+        return _TextValidator(Recogniser(parse_ebnf(constraint.source)), "follow the grammar")
     return _ChoiceValidator(_parse_choices(constraint.source))
 
 
@@ -76,7 +76,7 @@ def _compile(constraint: Constraint) -> tuple[str, tuple[KeywordDecision, ...]]:
     plan = PlanWriter()
     plan.note("", constraint.kind.value, Decision.ENFORCED, "kept by the grammar")
     if constraint.kind == ConstraintKind.REGEX:
-        return _compile_regex(constraint.source), plan.rows()
+        return _compile_regex(constraint.source)[0], plan.rows()
     if constraint.kind == ConstraintKind.EBNF:
         parse_ebnf(constraint.source)
         return constraint.source, plan.rows()
@@ -84,20 +84,20 @@ def _compile(constraint: Constraint) -> tuple[str, tuple[KeywordDecision, ...]]:
     return f"root ::= {choices}\n", plan.rows()
 
 
-def _compile_regex(source: str) -> str:
+def _compile_regex(source: str) -> tuple[str, Automaton]:
     if not source:
         raise ConstraintError("the regex is empty: it would accept only the empty text; write what a row may say")
     if len(source) > MAX_PATTERN_CHARS:
         raise ConstraintError(f"the regex has {len(source)} characters, limit {MAX_PATTERN_CHARS}: use EBNF or choices")
     try:
         tree = restrict(whole(parse_regex(source)), complement(()))
+        automaton = Automaton(tree)
         printed = print_regex(tree)
-        re.compile(printed)
-    except (RegexError, re.error, OverflowError, RecursionError) as error:
-        raise ConstraintError(f"invalid regex: {error or 'nested too deeply'}") from error
+    except (RegexError, RecursionError) as error:
+        raise ConstraintError(f"invalid regex: {describe(error)}") from error
     if tree == NOTHING:
         raise ConstraintError(f"the regex {shorten(source)!r} matches no text at all")
-    return printed
+    return printed, automaton
 
 
 def _parse_choices(source: str) -> list[str]:
@@ -116,25 +116,16 @@ def _ebnf_literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-class _RegexValidator:
-    def __init__(self, printed: str) -> None:
-        self._pattern = re.compile(printed)
-
-    def check(self, text: str) -> tuple[Any, str | None]:
-        if self._pattern.fullmatch(text):
-            return text, None
-        return None, f"does not match the regex: {shorten(text)!r}"
-
-
-class _EbnfValidator:
-    def __init__(self, recogniser: Recogniser) -> None:
+class _TextValidator:
+    def __init__(self, recogniser: Recogniser | Automaton, verb: str) -> None:
         self._recogniser = recogniser
+        self._verb = verb
 
     def check(self, text: str) -> tuple[Any, str | None]:
         position = self._recogniser.first_error(text)
         if position is None:
             return text, None
-        return None, f"does not follow the grammar from character {position} on: {shorten(text)!r}"
+        return None, f"does not {self._verb} from character {position} on: {shorten(text)!r}"
 
 
 class _ChoiceValidator:

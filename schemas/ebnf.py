@@ -31,7 +31,7 @@ Grammar = dict[str, list[tuple[Symbol, ...]]]
 
 _TOKEN = re.compile(
     r"""(?P<space>\s+|\#[^\n]*)|(?P<define>::=)|(?P<name>[A-Za-z_][A-Za-z0-9_.\-]*)|(?P<string>"(?:[^"\\\n]|\\.)*")"""
-    r"""|(?P<class>\[(?:[^\]\\\n]|\\.)*\])|(?P<bounds>\{\s*\d+\s*(?:,\s*\d*\s*)?\})|(?P<mark>[()|*+?=])""",
+    r"""|(?P<class>\[(?:[^\]\\\n]|\\.)*\])|(?P<bounds>\{\s*\d+\s*(?:,\s*\d*\s*)?\})|(?P<mark>[()|*+?=,])""",
     re.VERBOSE,
 )
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "b": "\b", "f": "\f", "v": "\v", "0": "\0", "a": "\a", "e": "\x1b"}

@@ -383,6 +383,6 @@ def _print_char(codepoint: int) -> str:
         if value == codepoint:
             return "\\" + name
     if codepoint < 0x20 or codepoint == 0x7F:
-        return f"\\x{codepoint:02x}"
+        return f"\\u{codepoint:04x}"  # the engine reads \\x greedily
     char = chr(codepoint)
     return "\\" + char if char in SPECIAL else char

@@ -194,6 +194,10 @@ class Queue:
             heartbeat.join()
             self._hint(lambda: self._redis.eval(DROP_LEASE, 1, key, token))
 
+    def num_deliveries(self, job_id: str, index: int) -> int:
+        """How often a chunk has been begun without being committed or given back."""
+        return int(self._hint(lambda: self._redis.scard(_key("deliveries", job_id, index)), default=0))
+
     def count_delivery(self, job_id: str, index: int, token: str) -> int:
         """Note that a chunk was begun under ``token`` and return how often it has been, this time included.
 

@@ -17,6 +17,7 @@ from celery.worker import state
 
 from engine.client import EngineClient
 from schemas.errors import NightmillError
+from worker.admission import Admission
 from worker.supervisor import Supervisor
 
 log = structlog.get_logger(__name__)
@@ -97,6 +98,7 @@ class EnginePool(BasePool):  # type: ignore[misc]
         self._changed = threading.Condition()  # reentrant: Celery stops the pool from a signal handler too
         self._deliveries: dict[int, Delivery] = {}
         self._is_draining = False
+        self.admission = Admission()
         self._supervisor = Supervisor(self.app, self.is_idle)
 
     def on_start(self) -> None:

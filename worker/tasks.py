@@ -101,21 +101,30 @@ class ChunkRun:
         StoreError, OSError or EngineError, which are not the chunk's fault and are not counted against it.
         """
         queue, job_id, index = self._app.job_queue, self._job.job_id, self._chunk.index
+        is_suspect = queue.num_deliveries(job_id, index) > 0
+        try:
+            with self._slot.pool.admission.enter(alone=is_suspect, is_cancelled=self._is_cancelled):
+                self._run_counted()
+        except Interrupted:
+            if self._slot.is_stopping:
+                raise
+            log.info("chunk_dropped", reason="the job was cancelled or paused")
+            return False
+        queue.forget_deliveries(job_id, index)
+        return True
+
+    def _run_counted(self) -> None:
+        queue, job_id, index = self._app.job_queue, self._job.job_id, self._chunk.index
         num_deliveries = queue.count_delivery(job_id, index, self._token)
         try:
             self._run_or_park(num_deliveries)
         except Reject:
             raise
-        except BaseException as error:
+        except BaseException:
             queue.uncount_delivery(job_id, index, self._token)
-            if isinstance(error, Interrupted) and not self._slot.is_stopping:
-                log.info("chunk_dropped", reason="the job was cancelled or paused")
-                return False
             raise
         finally:
             queue.clear_progress(job_id, index)
-        queue.forget_deliveries(job_id, index)
-        return True
 
     def _run_or_park(self, num_deliveries: int) -> None:
         """A chunk that keeps failing, or keeps killing its workers, is parked: its rows fail and the job goes on."""

@@ -74,8 +74,8 @@ def test_chunks_wait_in_the_queue_of_their_model_and_every_key_has_the_prefix(
 def test_reconcile_sends_exactly_what_is_neither_queued_nor_held_nor_leased_nor_committed(
     client: redis.Redis, queue: Queue
 ) -> None:
-    job = FakeJob(2500, done={7})
-    queue.enqueue(job, range(2500))
+    job = FakeJob(1100, done={7})
+    queue.enqueue(job, range(1100))  # more than one page
     lost = [_pop_index(client) for _ in range(3)]
     held = pop(client)
     client.hset(PREFIX + "unacked", "tag", b'[%s, "", "q"]' % held)
@@ -163,6 +163,7 @@ def test_a_flushed_broker_gets_a_held_lease_back(queue: Queue, client: redis.Red
 
 def test_deliveries_are_counted_by_token_and_can_be_taken_back(queue: Queue, client: redis.Redis) -> None:
     assert [queue.count_delivery("job", 1, token) for token in "aab"] == [1, 1, 2]
+    assert queue.num_deliveries("job", 1) == 2
     queue.uncount_delivery("job", 1, "a")
     assert queue.count_delivery("job", 1, "c") == 2
     queue.forget_deliveries("job", 1)

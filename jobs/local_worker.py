@@ -138,7 +138,7 @@ def model_environment(model: ModelRef) -> dict[str, str]:
 
 
 def worker_command(settings: Settings, model: ModelRef) -> str:
-    """The shell line that starts a worker for ``model``: the variables that differ from the defaults, then the command."""
+    """The shell line that starts a worker for ``model``: variables that differ from the defaults, then the command."""
     state_dir = default_state_dir().absolute()
     defaults = {
         "NIGHTMILL_STATE_DIR": str(state_dir),

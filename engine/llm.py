@@ -85,8 +85,6 @@ class SamplingParams:
     @cached_property
     def constraint(self) -> Constraint | None:
         """The checked constraint of ``so_args``."""
-        from schemas.constraints import load_constraint  # its validators take a while to import
-
         if self.so_args is None:
             return None
         if set(self.so_args) != {"schema_type", "schema"}:
@@ -98,6 +96,8 @@ class SamplingParams:
             if schema_type not in ("json", "choice"):
                 raise ConstraintError(f"schema of type {schema_type} must be text, not {type(schema).__name__}")
             schema = json.dumps(schema, ensure_ascii=False)
+        from schemas.constraints import load_constraint  # imports jsonschema, a second's work
+
         return load_constraint(SCHEMA_TYPES[schema_type], schema)
 
 

@@ -169,11 +169,11 @@ def _apply(engine: EngineLike, frame: ClientFrame) -> None:
 
 
 def _heartbeat(engine: EngineLike) -> Heartbeat:
-    stats = engine.stats
+    stats, is_busy = engine.stats, engine.has_work()
     return Heartbeat(
-        phase="running" if engine.has_work() else "idle",
-        num_running=stats.num_running,
-        num_waiting=stats.num_waiting,
+        phase="running" if is_busy else "idle",
+        num_running=stats.num_running if is_busy else 0,  # the gauges are as the last step found them
+        num_waiting=stats.num_waiting if is_busy else 0,
         num_steps=stats.num_steps,
         num_prompt_tokens=stats.num_prompt_tokens,
         num_cached_tokens=stats.num_cached_tokens,

@@ -6,7 +6,9 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, wait
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import pytest
 
 from engine import LLM, SamplingParams
 from engine.client import EngineClient
+from engine.frames import Heartbeat
 from schemas.errors import ConstraintError, ModelError, SettingsError
 from schemas.model_files import model_ref
 from schemas.records import FinishReason, Request, Sampling
@@ -136,6 +139,28 @@ def test_a_stop_string_ends_the_text_before_it(llm: LLM) -> None:
     (stopped,) = llm.generate("stop here", SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, stop=stop))
     assert stopped.text == free[: free.index(stop)]
     assert stopped.finish_reason == FinishReason.STOP
+
+
+def test_an_interrupted_call_leaves_an_idle_engine_that_serves_the_next(llm: LLM) -> None:
+    def wait_for(holds: Callable[[Heartbeat], bool]) -> None:
+        end = time.monotonic() + 60
+        while not ((stats := llm._client.stats) and holds(stats)):
+            assert time.monotonic() < end, "deadline passed"
+            threading.Event().wait(0.01)
+
+    def interrupt() -> None:
+        wait_for(lambda stats: stats.phase == "running")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    wait_for(lambda stats: stats.phase == "idle")
+    long = SamplingParams(max_tokens=100, ignore_eos=True)
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["never waited for"] * 5_000, long)
+    thread.join()
+    wait_for(lambda stats: stats.phase == "idle")
+    assert llm.generate("next", GREEDY)[0].error is None
 
 
 def test_progress_counts_to_the_number_of_prompts(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:

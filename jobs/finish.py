@@ -102,8 +102,8 @@ def _write_outputs(job: Job, tally: _Tally) -> Iterator[OutputFile]:
             if not chunks and job.spec.inputs[index].num_rows:
                 continue  # beyond --limit
             yield _write_output(job, store, prefix + name, _labelled_chunks(job, chunks, reader, tally))
-    if job.output is not None:
-        store.sweep()
+    for place in (store, job.store):
+        place.sweep()
 
 
 def _write_output(job: Job, store: Store, key: str, tables: Iterable[pa.Table]) -> OutputFile:

@@ -206,20 +206,20 @@ class Job:
 
     def read_part(self, index: int) -> pa.Table:
         """Return a chunk's results, checked against job, plan and checksum. Raises NotFound, JobError."""
-        key = self._key_of(index, self.parts())
+        key = self._key_of(index)
         with self.store.open_reader(key) as source:
             return read_part(source, self.store.locate(key), self.spec, self.chunks[index])
 
     def part_info(self, index: int) -> PartInfo:
         """Return what a chunk's part says of itself. Raises NotFound, JobError."""
-        return self._info(self._key_of(index, self.parts()))
+        return self._info(self._key_of(index))
 
     def counts(self) -> dict[RowStatus, int]:
         """Return the number of committed rows by status, from the parts' footers."""
         parts = self.parts()
         counts: Counter[RowStatus] = Counter()
         for index in parts | self.parked():
-            counts.update(self._info(self._key_of(index, parts)).counts)
+            counts.update(self._info(part_key(index, PARTS if index in parts else PARKED)).counts)
         return dict(counts)
 
     def success(self) -> Success | None:
@@ -278,8 +278,8 @@ class Job:
         matches = (PART_NAME.fullmatch(name) for name in self.store.list(directory))
         return frozenset(int(match[1]) for match in matches if match) & frozenset(range(len(self.chunks)))
 
-    def _key_of(self, index: int, parts: frozenset[int]) -> str:
-        return part_key(index, PARTS if index in parts else PARKED)
+    def _key_of(self, index: int) -> str:
+        return part_key(index, PARTS if exists(self.store, part_key(index)) else PARKED)
 
     def _info(self, key: str) -> PartInfo:
         if key not in self._infos:

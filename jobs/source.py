@@ -14,7 +14,8 @@ from urllib.parse import unquote
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from jobs.store import Entry, find_files, open_input, stat_input
+from jobs.locations import find_files
+from jobs.store import Entry, open_input, stat_input
 from schemas.errors import InputDataError, JobError, NotFound
 from schemas.records import InputFile
 

@@ -3,12 +3,12 @@
 A file appears whole or not at all, and ``create`` never overwrites: the first wins. Knows no Parquet and no jobs.
 """
 
+import contextlib
 import ctypes
 import errno
 import functools
-import glob
 import os
-import re
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -22,6 +22,7 @@ import tenacity
 from obstore.exceptions import AlreadyExistsError, BaseError, GenericError
 from obstore.store import MemoryStore, ObjectStore, from_url
 
+from jobs.object_files import ObjectFile, ObjectSink
 from schemas.errors import AlreadyExists, InputDataError, NotFound, StoreError
 
 STAGING = "_staging"
@@ -79,15 +80,15 @@ class Store(Protocol):
     def delete(self, key: str) -> None:
         """Delete a file; a missing one is fine."""
 
-    def sweep(self) -> None:
-        """Delete what interrupted writers left behind. Only when nobody writes any more."""
+    def sweep(self, min_age_s: float = 3600.0) -> None:
+        """Delete what interrupted writers left behind; younger files may have a living writer."""
 
 
 def open_store(root: str) -> Store:
     """Open a jobs root or output location: a directory, ``file://``, or an s3, gs, az or memory URI."""
-    if (path := _local_path(root)) is not None:
+    if (path := local_path(root)) is not None:
         return LocalDirectory(path)
-    bucket, prefix = _open_bucket(root)
+    bucket, prefix = open_bucket(root)
     return Bucket(bucket, root.rstrip("/"), prefix)
 
 
@@ -144,7 +145,7 @@ def _create(store: Store, write: Callable[[], None], key: str, data: bytes) -> N
 
 
 @contextmanager
-def _explained(verb: str, where: str | Path) -> Iterator[None]:
+def explained(verb: str, where: str | Path) -> Iterator[None]:
     """Turn errors of the file system or the bucket into StoreErrors that say where and what to do."""
     try:
         yield
@@ -175,27 +176,27 @@ class LocalDirectory:
     def stat(self, key: str) -> Entry | None:
         path = self._root / key
         try:
-            with _explained("look at", path):
-                return _local_entry(path) if path.is_file() else None
+            with explained("look at", path):
+                return local_entry(path) if path.is_file() else None
         except NotFound:
             return None
 
     def list(self, prefix: str = "") -> list[str]:
         path = self._root / prefix
         try:
-            with _explained("list", path):
+            with explained("list", path):
                 return sorted(os.listdir(path))
         except NotFound:
             return []
 
     def read(self, key: str) -> bytes:
         for attempt in _retrying():
-            with attempt, _explained("read", self._root / key):
+            with attempt, explained("read", self._root / key):
                 return (self._root / key).read_bytes()
         raise AssertionError("tenacity re-raises")
 
     def open_reader(self, key: str) -> pa.NativeFile:
-        with _explained("open", self._root / key):
+        with explained("open", self._root / key):
             return pa.OSFile(str(self._root / key), "rb")
 
     def create(self, key: str, data: bytes) -> None:
@@ -211,22 +212,24 @@ class LocalDirectory:
             yield file
 
     def delete(self, key: str) -> None:
-        with _explained("delete", self._root / key):
+        with explained("delete", self._root / key):
             (self._root / key).unlink(missing_ok=True)
 
-    def sweep(self) -> None:
+    def sweep(self, min_age_s: float = 3600.0) -> None:
         staging = self._root / STAGING
-        with _explained("sweep", staging):
-            for name in self.list(STAGING):
-                (staging / name).unlink(missing_ok=True)
-            if staging.is_dir():
+        with explained("sweep", staging):
+            for path in [staging / name for name in self.list(STAGING)]:
+                with contextlib.suppress(FileNotFoundError):  # its writer was quicker
+                    if time.time() - path.stat().st_mtime >= min_age_s:
+                        path.unlink()
+            with contextlib.suppress(OSError):  # missing, or not empty
                 staging.rmdir()
 
     @contextmanager
     def _staged(self, key: str, publish: Callable[[Path, Path], object]) -> Iterator[IO[bytes]]:
         """Write to a staging file, make it durable, publish it, make the publication durable."""
         target = self._root / key
-        with _explained("write", target):
+        with explained("write", target):
             file = self._open_staging(target)
             staged = Path(file.name)
             try:
@@ -304,218 +307,95 @@ class Bucket:
 
     def stat(self, key: str) -> Entry | None:
         try:
-            with _explained("look at", self.locate(key)):
-                return _object_entry(obstore.head(self._bucket, self._key(key)), self.locate(key))
+            with explained("look at", self.locate(key)):
+                return object_entry(obstore.head(self._bucket, self._key(key)), self.locate(key))
         except NotFound:
             return None
 
     def list(self, prefix: str = "") -> list[str]:
-        with _explained("list", self.locate(prefix)):
+        with explained("list", self.locate(prefix)):
             found = obstore.list_with_delimiter(self._bucket, self._key(prefix) or None)
         paths = [str(item["path"]) for item in found["objects"]] + list(found["common_prefixes"])
         return sorted(path.rstrip("/").rsplit("/", 1)[-1] for path in paths)
 
     def read(self, key: str) -> bytes:
         for attempt in _retrying():
-            with attempt, _explained("read", self.locate(key)):
+            with attempt, explained("read", self.locate(key)):
                 return bytes(obstore.get(self._bucket, self._key(key)).bytes())
         raise AssertionError("tenacity re-raises")
 
     def open_reader(self, key: str) -> pa.NativeFile:
-        with _explained("open", self.locate(key)):
+        with explained("open", self.locate(key)):
             return _open_object(self._bucket, self._key(key))
 
     def create(self, key: str, data: bytes) -> None:
         def write() -> None:
-            with _explained("write", self.locate(key)):
+            with explained("write", self.locate(key)):
                 obstore.put(self._bucket, self._key(key), data, mode="create", use_multipart=False)
 
         _create(self, write, key, data)
 
     @contextmanager
     def open_writer(self, key: str) -> Iterator[IO[bytes]]:
-        with _explained("write", self.locate(key)):
-            sink = _ObjectSink(obstore.open_writer(self._bucket, self._key(key)))
+        with explained("write", self.locate(key)):
+            sink = ObjectSink(obstore.open_writer(self._bucket, self._key(key)))
             yield cast("IO[bytes]", sink)
             sink.finish()  # not in a finally: an upload that is not closed never appears
 
     def delete(self, key: str) -> None:
         try:
-            with _explained("delete", self.locate(key)):
+            with explained("delete", self.locate(key)):
                 obstore.delete(self._bucket, self._key(key))
         except NotFound:
             pass
 
-    def sweep(self) -> None:
+    def sweep(self, min_age_s: float = 3600.0) -> None:
         """Nothing: unfinished uploads are the bucket's lifecycle rule to remove."""
 
     def _key(self, key: str) -> str:
         return "/".join(part for part in (self._prefix, key) if part)
 
 
-class _ObjectFile:
-    """What pyarrow asks of a Python file, over obstore's reader."""
-
-    closed = False
-
-    def __init__(self, reader: Any) -> None:
-        self._reader = reader
-
-    def read(self, size: int = -1) -> bytes:
-        return bytes(self._reader.readall() if size < 0 else self._reader.read(size))
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        return int(self._reader.seek(offset, whence))
-
-    def tell(self) -> int:
-        return int(self._reader.tell())
-
-    def close(self) -> None:
-        self.closed = True
-        self._reader.close()
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def writable(self) -> bool:
-        return False
-
-
-class _ObjectSink:
-    """What pyarrow asks of a file it writes, over obstore's writer. Only ``finish`` makes the object appear."""
-
-    closed = False
-
-    def __init__(self, writer: Any) -> None:
-        self._writer = writer
-
-    def write(self, data: Any) -> int:
-        self._writer.write(bytes(data))
-        return len(data)
-
-    def flush(self) -> None:
-        self._writer.flush()
-
-    def close(self) -> None:
-        self.closed = True
-
-    def finish(self) -> None:
-        self._writer.close()
-
-    def readable(self) -> bool:
-        return False
-
-    def seekable(self) -> bool:
-        return False
-
-    def writable(self) -> bool:
-        return True
-
-
 def open_input(uri: str) -> pa.NativeFile:
     """Open an input file for random reads. Raises NotFound or StoreError naming it."""
-    if (path := _local_path(uri)) is not None:
+    if (path := local_path(uri)) is not None:
         return LocalDirectory(path.parent).open_reader(path.name)
-    bucket, key = _open_bucket(uri)
-    with _explained("open", uri):
+    bucket, key = open_bucket(uri)
+    with explained("open", uri):
         return _open_object(bucket, key)
 
 
 def stat_input(uri: str) -> Entry | None:
     """Return an input file's size and modification mark as they are now, or None if it is gone."""
-    if (path := _local_path(uri)) is not None:
+    if (path := local_path(uri)) is not None:
         return LocalDirectory(path.parent).stat(path.name)
-    bucket, key = _open_bucket(uri)
+    bucket, key = open_bucket(uri)
     try:
-        with _explained("look at", uri):
-            return _object_entry(obstore.head(bucket, key), uri)
+        with explained("look at", uri):
+            return object_entry(obstore.head(bucket, key), uri)
     except NotFound:
         return None
 
 
-def find_files(location: str, suffixes: tuple[str, ...]) -> list[Entry]:
-    """Expand a file, directory, glob or prefix to files in name order; directories give those with a suffix.
-
-    Names that begin with ``.`` or ``_`` are left out below a directory. Raises InputDataError naming a missing path.
-    """
-    path = _local_path(location)
-    entries = _find_objects(location) if path is None else _find_local(path)
-    return sorted((e for e in entries if e.relative == "" or _is_data(e.relative, suffixes)), key=lambda e: e.uri)
-
-
 def absolute_location(location: str) -> str:
     """Make a local path absolute; URIs stay as they are."""
-    path = _local_path(location)
+    path = local_path(location)
     return location if path is None else str(path)
 
 
-def _is_data(relative: str, suffixes: tuple[str, ...]) -> bool:
-    return relative.lower().endswith(suffixes) and not any(part[0] in "._" for part in relative.split("/") if part)
-
-
-def _find_local(path: Path) -> list[Entry]:
-    if path.is_file():
-        return [_local_entry(path)]
-    if path.is_dir():
-        return _walk(path, path)
-    if not glob.has_magic(str(path)):
-        raise InputDataError(f"no such file or directory: {path}")
-    plain = [part for part in path.parts if not glob.has_magic(part)]
-    base = Path(*plain[: next(i for i, part in enumerate(path.parts) if glob.has_magic(part))])
-    found = [Path(match) for match in glob.glob(str(path), recursive=True)]
-    entries = {e.uri: e for p in found for e in (_walk(p, base) if p.is_dir() else [_local_entry(p, base)])}
-    if not entries:
-        raise InputDataError(f"no file matches {path}")
-    return list(entries.values())
-
-
-def _walk(directory: Path, base: Path) -> list[Entry]:
-    with _explained("list", directory):
-        return [_local_entry(Path(top) / name, base) for top, _, names in os.walk(directory) for name in names]
-
-
-def _local_entry(path: Path, base: Path | None = None) -> Entry:
+def local_entry(path: Path, base: Path | None = None) -> Entry:
+    """Describe a local file found under ``base``."""
     info = path.stat()
     relative = path.relative_to(base).as_posix() if base else ""
     return Entry(str(path), info.st_size, str(info.st_mtime_ns), relative)
 
 
-def _find_objects(uri: str) -> list[Entry]:
-    bucket, key = _open_bucket(uri)
-    root = uri[: len(uri) - len(key)].rstrip("/") + "/"
-    if key and not glob.has_magic(key) and (entry := stat_input(uri)) is not None:
-        return [entry]
-    parts = key.rstrip("/").split("/") if key else []
-    num_plain = next((i for i, part in enumerate(parts) if glob.has_magic(part)), len(parts))
-    base, pattern = "/".join(parts[:num_plain]), "/".join(parts[num_plain:])
-    with _explained("list", uri):
-        found = obstore.list(bucket, base or None).collect()
-    below = [(item, str(item["path"])[len(base) :].lstrip("/")) for item in found]
-    matches = re.compile(_glob_to_regex(pattern or "**")).fullmatch
-    entries = [_object_entry(item, root + str(item["path"]), rest) for item, rest in below if matches(rest)]
-    if not entries:
-        raise InputDataError(f"no file matches {uri}" if pattern else f"no such file or directory: {uri}")
-    return entries
-
-
-def _object_entry(item: Any, uri: str, relative: str = "") -> Entry:
+def object_entry(item: Any, uri: str, relative: str = "") -> Entry:
+    """Describe an object from obstore's listing of it."""
     return Entry(uri, int(item["size"]), str(item["e_tag"] or item["last_modified"].isoformat()), relative)
 
 
-def _glob_to_regex(pattern: str) -> str:
-    """Translate a glob; only ``**`` crosses a slash (fnmatch's ``*`` would)."""
-    special = {"**/": r"(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-    tokens = re.findall(r"\*\*/|\*\*|\*|\?|\[[^\]]+\]|.", pattern)
-    return "".join(
-        special.get(token, token.replace("[!", "[^") if token[0] == "[" and len(token) > 1 else re.escape(token))
-        for token in tokens
-    )
-
-
-def _local_path(location: str) -> Path | None:
+def local_path(location: str) -> Path | None:
     """Return the absolute path of a local location, None for a URI. Raises InputDataError for an unknown scheme."""
     scheme, separator, rest = location.partition("://")
     if not separator:
@@ -527,11 +407,11 @@ def _local_path(location: str) -> Path | None:
     return None
 
 
-def _open_bucket(uri: str) -> tuple[ObjectStore, str]:
+def open_bucket(uri: str) -> tuple[ObjectStore, str]:
     """Return the bucket and the key in it; credentials come from the provider's usual environment variables."""
     parts = urlsplit(uri, allow_fragments=False)
     key = uri.partition("://")[2].partition("/")[2].strip("/")
-    with _explained("open", uri):
+    with explained("open", uri):
         return _bucket(f"{parts.scheme}://{parts.netloc}"), key
 
 
@@ -542,4 +422,4 @@ def _bucket(url: str) -> ObjectStore:
 
 
 def _open_object(bucket: ObjectStore, key: str) -> pa.NativeFile:
-    return pa.PythonFile(_ObjectFile(obstore.open_reader(bucket, key, buffer_size=READ_BUFFER_BYTES)), mode="r")
+    return pa.PythonFile(ObjectFile(obstore.open_reader(bucket, key, buffer_size=READ_BUFFER_BYTES)), mode="r")

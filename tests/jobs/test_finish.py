@@ -68,9 +68,8 @@ def test_columns_types_and_metadata_of_the_input_are_kept(tmp_path: Path) -> Non
         pa.field("data", pa.binary()),
     ]
     rows: list[dict[str, Any]] = [
-        {"id": i, "text": f"t{i}", "kind": "ab"[i % 2], "price": None, "at": None, "nested": [{"a": [("k", i)]}], "data": b"\0"}
-        for i in range(9)
-    ]  # fmt: skip
+        {"id": i, "text": f"t{i}", "kind": "ab"[i % 2], "nested": [{"a": [("k", i)]}], "data": b"\0"} for i in range(9)
+    ]
     table = pa.Table.from_pylist(rows, pa.schema(fields, {"pandas": "{}", "mine": "kept"}))
     job = make_job(tmp_path, [write_input(tmp_path / "in.parquet", table)], prompt_column="text", chunk_rows=4)
     run_job(job, ScriptedEngine(echo))
@@ -198,6 +197,7 @@ def test_what_a_killed_finisher_left_breaks_no_reader(tmp_path: Path) -> None:
     job = run_job(make_job(tmp_path, output=str(tmp_path / "out")))
     (tmp_path / "out" / "_staging").mkdir(parents=True)
     (tmp_path / "out" / "_staging" / "in-123.parquet").write_bytes(b"half")
+    os.utime(tmp_path / "out" / "_staging" / "in-123.parquet", ns=(1, 1))
     replace(open_store(str(tmp_path / "out")), "in.parquet", _empty_output_of(job))
     assert ds.dataset(tmp_path / "out").to_table().num_rows == 0
     assert try_finish(job)

@@ -226,3 +226,27 @@ def test_field_and_schema_metadata_are_kept() -> None:
     assert unify_schemas([("x", schema)]).equals(schema, check_metadata=True)
     merged = unify_schemas([("x", schema), ("y", pa.schema({"b": pa.string()}))])
     assert (merged.field("a").nullable, merged.field("a").metadata) == (True, {b"unit": b"m"})
+
+
+def test_the_rows_of_one_read_are_bounded_in_bytes(tmp_path: Path) -> None:
+    texts = [os.urandom(5_000).hex() for _ in range(300)]
+    inputs = scan_inputs([str(write_input(tmp_path / "a.parquet", {"a": texts}))])
+    batches = ChunkReader(read_batch_bytes=100_000).read(inputs.files[0], inputs.schema, 0, 300, ["a"])
+    assert max(batch.num_rows for batch in batches) <= 10
+    assert pa.Table.from_batches(batches)["a"].to_pylist() == texts
+
+
+def test_the_first_rows_of_a_million_row_group_cost_little_memory(tmp_path: Path) -> None:
+    texts = pa.array([f"{i:09}" * 8 for i in range(1_000_000)])
+    table = pa.table({"a": texts, "b": texts})
+    path = write_input(
+        tmp_path / "a.parquet", table, row_group_size=1_000_000, use_dictionary=False, compression="none"
+    )
+    del table, texts
+    inputs = scan_inputs([str(path)])
+    reader = ChunkReader()
+    before = pa.total_allocated_bytes()
+    batches = reader.read(inputs.files[0], inputs.schema, 0, 2_048, ["a"])
+    assert sum(batch.num_rows for batch in batches) == 2_048
+    assert pa.total_allocated_bytes() - before < 16 * 2**20
+    reader.close()

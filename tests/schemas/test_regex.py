@@ -1,6 +1,7 @@
-"""The regular expressions that two engines read alike: Python's ``re`` and the grammar engine are each other's oracle."""
+"""The regular expressions that two engines read alike: ``re`` and the grammar engine are each other's oracle."""
 
 import re
+from itertools import pairwise
 
 import pytest
 from hypothesis import assume, given, settings
@@ -96,7 +97,7 @@ def test_range_algebra_is_set_algebra(ranges: list[tuple[int, int]], codepoint: 
     assert has(merged) == any(low <= codepoint <= high for low, high in ranges)
     assert has(complement(merged)) != has(merged)
     assert has(intersection(merged, ((1, 100),))) == (has(merged) and codepoint <= 100)
-    assert all(after[0] > before[1] + 1 for before, after in zip(merged, merged[1:], strict=False))
+    assert all(after[0] > before[1] + 1 for before, after in pairwise(merged))
 
 
 @pytest.mark.parametrize("pattern", ["^abc$", "abc", "^(abc)$", "^abc|^abc$", "(?P<n>abc)", "(?<n>abc)", "a(?:b)c"])

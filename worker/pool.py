@@ -98,6 +98,7 @@ class EnginePool(BasePool):  # type: ignore[misc]
         self._changed = threading.Condition()  # reentrant: Celery stops the pool from a signal handler too
         self._deliveries: dict[int, Delivery] = {}
         self._is_draining = False
+        self._has_failed = False
         self.admission = Admission()
         self._supervisor = Supervisor(self.app, self.is_idle)
 
@@ -128,10 +129,10 @@ class EnginePool(BasePool):  # type: ignore[misc]
     def next_delivery(self) -> Delivery | None:
         """Block for the next delivery; None when the pool is closing: what waits then goes back to the queue."""
         delivery = self._inbox.get()
-        if delivery is None or self._is_draining:
-            self._inbox.put(None)  # for the next slot
-            return None
-        return delivery
+        if delivery is None or not self._is_draining:
+            return delivery
+        self.finish(delivery)
+        return None
 
     def finish(self, delivery: Delivery) -> None:
         """Forget a delivery that has run."""
@@ -155,9 +156,8 @@ class EnginePool(BasePool):  # type: ignore[misc]
 
     def on_stop(self) -> None:
         """Let running chunks end for ``worker.drain_s``, then have them give their messages back; end the engine."""
-        is_cold = state.should_terminate is not None
-        has_failed = state.should_stop == EXIT_ENGINE_FAILED
-        self._close(0.0 if is_cold or has_failed else self.app.settings.worker.drain_s)
+        must_hurry = self._has_failed or state.should_terminate is not None
+        self._close(0.0 if must_hurry else self.app.settings.worker.drain_s)
 
     def on_terminate(self) -> None:
         """Have all chunks give their messages back now; end the engine."""
@@ -190,16 +190,17 @@ class EnginePool(BasePool):  # type: ignore[misc]
     def _leave(self, failure: NightmillError) -> None:
         """Shut down warmly: an engine that is given up serves nobody, and other workers can have the messages."""
         log.error("worker_leaving", reason=str(failure))
+        self._has_failed = True
         state.should_stop = EXIT_ENGINE_FAILED
 
     def _close(self, drain_s: float) -> None:
+        self._supervisor.stop()
         self._drop_waiting()
         self._wait_idle(drain_s)
         with self._changed:
             for delivery in self._deliveries.values():
                 delivery.terminate()
         self._wait_idle(GIVE_BACK_S)
-        self._supervisor.stop()
         if hasattr(self, "client"):
             self.client.stop()
         self._wait_idle(POLL_S)  # a chunk that was blocked in the engine ends now
@@ -214,7 +215,8 @@ class EnginePool(BasePool):  # type: ignore[misc]
                 break
             if delivery is not None:
                 self.finish(delivery)
-        self._inbox.put(None)
+        for _ in range(self.limit):
+            self._inbox.put(None)
 
     def _wait_idle(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds

@@ -27,7 +27,7 @@ UNFINISHED = (JobState.QUEUED, JobState.RUNNING)
 
 
 class Supervisor(threading.Thread):
-    """One per worker, owned by its pool; starts before the engine loads and ends after the pool has drained."""
+    """One per worker, owned by its pool; starts before the engine loads and ends when the pool begins to drain."""
 
     def __init__(self, app: Any, is_idle: Callable[[], bool]) -> None:
         super().__init__(name="supervisor", daemon=True)

@@ -1,7 +1,10 @@
 """What Celery 5.7 and kombu 5.7 do wrong when the broker or the connection goes away; see worker.consumer."""
 
+import socket
+
 import pytest
 
+from jobs.queue import Queue
 from tests.worker.lab import Lab, Worker, until
 
 
@@ -48,3 +51,25 @@ def test_a_worker_consumes_again_after_several_losses_in_a_row(lab: Lab) -> None
         lab.start_broker()
     lab.wait_done(lab.start_job(3), deadline_s=60)
     assert worker.is_alive
+
+
+def test_a_broker_over_tcp_with_a_password_and_a_database_number_serves_as_well(lab: Lab) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    lab.redis.config_set("port", port)
+    lab.redis.config_set("requirepass", "hunter2")
+    try:
+        url = f"redis://:hunter2@127.0.0.1:{port}/1"
+        queue = Queue(lab.settings, url)
+        worker = lab.worker(NIGHTMILL_BROKER_URL=url)
+        job = lab.job(3, seconds=3)
+        queue.enqueue(job, job.pending())
+        until(lambda: len(lab.events("submitted")) == 2, "both slots to be busy")
+        lab.redis.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+        lab.wait_done(job)
+        assert set(lab.count("leased").values()) == {1}
+        assert queue.workers_serving(lab.model.queue) == 1
+        assert "hunter2" not in worker.log
+    finally:
+        lab.redis.config_set("requirepass", "")

@@ -17,12 +17,15 @@ def busy(lab: Lab) -> Worker:
     return worker
 
 
-def test_sigterm_lets_running_chunks_end_and_leaves_the_rest_queued(lab: Lab) -> None:
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGTERM, 0), (signal.SIGINT, 1)])
+def test_one_polite_signal_lets_running_chunks_end_and_leaves_the_rest_queued(
+    lab: Lab, number: int, exit_code: int
+) -> None:
     worker = lab.worker()
     job = lab.start_job(4, seconds=2)
     until(lambda: len(lab.events("submitted")) == 2, "both slots to be busy")
-    worker.signal(signal.SIGTERM)
-    assert worker.wait() == 0
+    worker.signal(number)
+    assert worker.wait() == exit_code
     assert len(job.committed()) == 2
     assert lab.leftovers() == {"queued": 2, "unacked": 0, "index": 0}
 

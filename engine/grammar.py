@@ -6,7 +6,6 @@ that use it and for nobody else. Knows no scheduling; whether a finished documen
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 import time
@@ -22,6 +21,7 @@ import xgrammar
 from torch import Tensor
 
 from engine.types import Matcher
+from schemas.constraints import grammar_source
 from schemas.errors import ConstraintError
 from schemas.records import Constraint, ConstraintKind
 
@@ -214,105 +214,15 @@ def make_compilers(tokenizer: Any, vocab_size: int, end_token_ids: frozenset[int
 
 
 def compile_constraint(compilers: Compilers, constraint: Constraint) -> xgrammar.CompiledGrammar:
-    """Compile any kind. Raises whatever the native compiler raises; ConstraintError for a source that is too large."""
-    source = constraint.source
-    if len(source) > MAX_SOURCE_CHARS:
-        raise ConstraintError(f"{len(source)} characters, limit {MAX_SOURCE_CHARS}")
-    match constraint.kind:
-        case ConstraintKind.JSON_SCHEMA:
-            schema = json.dumps(decodable_schema(json.loads(source)), ensure_ascii=False)
-            return compilers.json.compile_json_schema(schema, any_whitespace=False, strict_mode=False)
-        case ConstraintKind.REGEX:
-            return compilers.plain.compile_regex(source)
-        case ConstraintKind.EBNF:
-            return compilers.plain.compile_grammar(xgrammar.Grammar.from_ebnf(source))
-        case ConstraintKind.CHOICE:
-            return compilers.plain.compile_grammar(xgrammar.Grammar.from_ebnf(choice_grammar(json.loads(source))))
-
-
-def choice_grammar(choices: Seq[str]) -> str:
-    """An EBNF grammar of exactly these strings."""
-    if not choices:
-        raise ConstraintError("a choice needs at least one string")
-    return "root ::= " + " | ".join(f'"{_escape(choice)}"' for choice in choices)
-
-
-ANNOTATIONS = frozenset(
-    ("title", "description", "default", "examples", "$schema", "$id", "$comment", "$defs", "definitions", "type")
-)
-COMBINING = frozenset(("allOf", "not", "if", "then", "else", "dependentSchemas", "dependencies", "$dynamicRef"))
-OPENING = COMBINING | {
-    *("anyOf", "oneOf", "$ref", "additionalProperties", "unevaluatedProperties", "patternProperties"),
-    *("propertyNames", "minProperties"),
-}
-"""An object schema beside one of these may need keys that its ``properties`` do not name."""
-
-
-def decodable_schema(schema: Any) -> Any:
-    """Rewrite a JSON Schema so that a model steered by it ends and can be valid; what it allows only shrinks.
-
-    An object schema that names its properties and says nothing of others is closed: a model would go on adding keys.
-    A required key that ``properties`` lacks is added there: the grammar engine drops it otherwise (constraints.md).
-    """
-    shared = _mentions(schema, COMBINING) or _refers_with_siblings(schema)
-    return _rewrite(schema, is_combined=False, definitions_combined=shared)
-
-
-def _rewrite(node: Any, *, is_combined: bool, definitions_combined: bool) -> Any:
-    """``is_combined``: other schemas apply to the same value, so closing this one could forbid their keys."""
-    if not isinstance(node, dict):
-        return node
-
-    def visit(child: Any, is_combined: bool = False) -> Any:
-        return _rewrite(child, is_combined=is_combined, definitions_combined=definitions_combined)
-
-    result = dict(node)
-    has_siblings = is_combined or bool(node.keys() - ANNOTATIONS - {"anyOf", "oneOf"})
-    for key, value in node.items():
-        if key in ("items", "additionalProperties", "contains"):
-            result[key] = visit(value)
-        elif key in ("prefixItems", "anyOf", "oneOf") and isinstance(value, list):
-            result[key] = [visit(child, has_siblings and key != "prefixItems") for child in value]
-        elif key in ("properties", "patternProperties") and isinstance(value, dict):
-            result[key] = {name: visit(child) for name, child in value.items()}
-        elif key in ("$defs", "definitions") and isinstance(value, dict):
-            result[key] = {name: visit(child, definitions_combined) for name, child in value.items()}
-    if not is_combined:
-        _complete_object(result)
-    return result
-
-
-def _complete_object(node: dict[str, Any]) -> None:
-    """Add required keys to ``properties``, then close the object where nothing else can add keys; in place."""
-    properties, required = node.get("properties"), node.get("required", [])
-    if not isinstance(required, list) or not (isinstance(properties, dict) or node.get("type") == "object"):
-        return
-    named = dict(properties or {})
-    others = node.get("additionalProperties", True)
-    if others is not False and "patternProperties" not in node:
-        named |= {name: others for name in required if isinstance(name, str) and name not in named}
-    if named:
-        node["properties"] = named
-    if properties and not OPENING & node.keys():
-        node["additionalProperties"] = False
-
-
-def _mentions(node: Any, keywords: frozenset[str]) -> bool:
-    if isinstance(node, dict):
-        return bool(keywords & node.keys()) or any(_mentions(child, keywords) for child in node.values())
-    return isinstance(node, list) and any(_mentions(child, keywords) for child in node)
-
-
-def _refers_with_siblings(node: Any) -> bool:
-    if isinstance(node, dict):
-        beside = "$ref" in node and bool(node.keys() - ANNOTATIONS - {"$ref"})
-        return beside or any(_refers_with_siblings(child) for child in node.values())
-    return isinstance(node, list) and any(_refers_with_siblings(child) for child in node)
-
-
-def _escape(text: str) -> str:
-    """Escape a string for a literal of the grammar engine's EBNF."""
-    return re.sub(r'[\x00-\x1f\x7f"\\]', lambda match: f"\\x{ord(match[0]):02x}", text)
+    """Compile any kind. Raises ConstraintError for what is refused before, or whatever the native compiler raises."""
+    if len(constraint.source) > MAX_SOURCE_CHARS:
+        raise ConstraintError(f"{len(constraint.source)} characters, limit {MAX_SOURCE_CHARS}")
+    source = grammar_source(constraint)
+    if constraint.kind is ConstraintKind.JSON_SCHEMA:
+        return compilers.json.compile_json_schema(source, any_whitespace=False, strict_mode=False)
+    if constraint.kind is ConstraintKind.REGEX:
+        return compilers.plain.compile_regex(source)
+    return compilers.plain.compile_grammar(xgrammar.Grammar.from_ebnf(source))
 
 
 def _first_line(error: Exception) -> str:

@@ -76,8 +76,8 @@ class Scheduler:
             sequence.set_status(SequenceStatus.WAITING)
             self.waiting.appendleft(sequence)
         for run in plan.runs:
-            missing = self._num_missing_blocks(run.sequence)
-            run.sequence.block_ids.extend(self.pool.allocate(missing))
+            if missing := self._num_missing_blocks(run.sequence):
+                run.sequence.block_ids.extend(self.pool.allocate(missing))
 
     def mark_computed(self, plan: StepPlan) -> None:
         """Record that the runs' keys and values are stored, and make their full blocks findable."""

@@ -115,12 +115,12 @@ class ByteDetokenizer:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Token i is byte i; 256 ends a text."""
+    """Token i is byte i; 256 ends a text. "~" is a special token, so no grammar can write it: a dead end at will."""
     characters = bytes_to_unicode()
     tokenizer = Tokenizer(models.BPE(vocab={character: byte for byte, character in characters.items()}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["</s>"])
+    tokenizer.add_special_tokens(["</s>", "~"])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
 
 

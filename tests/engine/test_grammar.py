@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from engine.grammar import GrammarMatcher, Grammars, choice_grammar, decodable_schema
+from engine.grammar import GrammarMatcher, Grammars
 from schemas.errors import ConstraintError
 from schemas.records import Constraint, ConstraintKind
 from tests.engine.fakes import END, VOCAB_SIZE, byte_tokenizer
@@ -110,8 +110,12 @@ def test_rows_without_a_matcher_are_free_and_neighbours_do_not_mix() -> None:
     assert grammars.fill([None, None]) is None
 
 
-def test_a_grammar_that_matches_nothing_allows_nothing() -> None:
-    assert allowed(compile_one("ebnf", "root ::= root")) == set()
+def test_a_text_that_no_token_can_write_allows_nothing() -> None:
+    matcher = compile_one("choice", '["x~"]')
+    assert allowed(matcher) == {ord("x")}
+    assert matcher.accept(ord("x"))
+    assert allowed(matcher) == set()
+    assert not matcher.is_at_end()
 
 
 @pytest.mark.parametrize(
@@ -125,6 +129,7 @@ def test_a_grammar_that_matches_nothing_allows_nothing() -> None:
         ("regex", "(?=a)b"),
         ("ebnf", 'root ::= "a"\nroot ::= "b"'),
         ("ebnf", ""),
+        ("ebnf", "root ::= root"),
         ("ebnf", "\xff"),
         ("choice", "[]"),
         ("choice", "{"),
@@ -189,22 +194,6 @@ def test_equal_constraints_are_compiled_once() -> None:
     assert END not in allowed(second)
 
 
-def test_objects_are_closed_only_where_that_cannot_forbid_a_needed_key() -> None:
-    closed = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": False}
-    opened = {"type": "object", "properties": {"a": {"type": "integer"}}}
-    assert decodable_schema(opened) == closed
-    assert decodable_schema({"items": opened}) == {"items": closed}
-    assert decodable_schema({"anyOf": [opened, {"type": "null"}]}) == {"anyOf": [closed, {"type": "null"}]}
-    combined = {"allOf": [opened, {"properties": {"b": {}}, "required": ["b"]}]}
-    assert decodable_schema(combined) == combined
-    beside = {**opened, "anyOf": [{"properties": {"b": {}}}]}
-    assert decodable_schema(beside) == beside
-    defined = {"$defs": {"o": opened}, "properties": {"x": {"$ref": "#/$defs/o"}}}
-    assert decodable_schema(defined)["$defs"]["o"] == closed
-    extended = {"$defs": {"o": opened}, "$ref": "#/$defs/o", "properties": {"x": {}}}
-    assert decodable_schema(extended)["$defs"]["o"] == opened
-
-
 def test_a_required_key_without_a_property_can_and_must_be_written() -> None:
     matcher = json_matcher({"type": "object", "required": ["a"]})
     assert accepts(matcher, '{"a": 1}')
@@ -252,4 +241,3 @@ def test_a_choice_of_many_labels_with_shared_starts_is_exact() -> None:
     matcher = compile_one("choice", json.dumps(labels))
     assert all(accepts(matcher, label) for label in labels)
     assert not accepts(matcher, "abab")
-    assert choice_grammar(['"']) == 'root ::= "\\x22"'

@@ -243,8 +243,8 @@ def test_a_broken_constraint_and_a_dead_end_end_their_own_rows_only() -> None:
     engine = make_engine()
     good = Constraint(kind=ConstraintKind.REGEX, source="a|b")
     broken = Constraint(kind=ConstraintKind.EBNF, source='root ::= "a"\nroot ::= "b"')
-    dead = Constraint(kind=ConstraintKind.EBNF, source="root ::= root")
-    late = Constraint(kind=ConstraintKind.EBNF, source='root ::= "x" dead\ndead ::= dead')
+    dead = Constraint(kind=ConstraintKind.CHOICE, source='["~"]')
+    late = Constraint(kind=ConstraintKind.CHOICE, source='["x~", "x~y"]')
     for constraint in (good, broken, dead, late):
         engine.add_constraint(constraint)
     names = {"1": good, "2": broken, "3": dead, "4": late, "5": good}
@@ -252,8 +252,9 @@ def test_a_broken_constraint_and_a_dead_end_end_their_own_rows_only() -> None:
     done = run_all(engine, [*requests, request("free", "row free")])
     assert [done[name].finish_reason for name in "12345"] == ["stop", *["constraint_error"] * 3, "stop"]
     assert done["1"].text in "ab"
-    assert "defined multiple times" in (done["2"].error or "")
-    assert "allows no token" in (done["3"].error or "")
+    assert "defined twice" in (done["2"].error or "")
+    assert "allows no token after 0 output" in (done["3"].error or "")
+    assert "allows no token after 1 output" in (done["4"].error or "")
     assert answer(done["free"]) == answer(run_all(make_engine(), [request("free", "row free")])["free"])
 
 

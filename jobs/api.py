@@ -118,8 +118,11 @@ def submit(prepared: Prepared, settings: Settings) -> Job:
 
 
 def enqueue(job: Job, settings: Settings) -> Job:
-    """Queue the chunks of ``job`` that have no part and are in nobody's hands. Raises BrokerError."""
-    if try_finish(job):
+    """Queue the chunks of ``job`` that have no part and are in nobody's hands; none of a cancelled or paused job.
+
+    Raises BrokerError that says how to go on.
+    """
+    if try_finish(job) or job.is_cancelled() or job.is_paused():
         return job
     try:
         connect_queue(settings).reconcile(job)

@@ -85,7 +85,8 @@ def ending_like_ctrl_c() -> Iterator[None]:
     def interrupt(_signal: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    wanted = (signal.SIGTERM, signal.SIGHUP)
+    # what nohup made ignored stays ignored
+    wanted = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
     previous = [signal.signal(number, interrupt) for number in wanted]
     try:
         yield

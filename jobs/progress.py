@@ -108,6 +108,8 @@ class JsonReporter:
 
 def describe(snapshot: Snapshot) -> str:
     """Rate, time left, ok and not ok, in words."""
+    if snapshot.num_done == 0:
+        return "waiting for the first rows"
     parts = [f"{snapshot.num_ok:,} ok", f"{snapshot.num_done - snapshot.num_ok:,} not ok"]
     if snapshot.rows_per_s:
         parts.insert(0, f"{snapshot.rows_per_s:,.1f} rows/s")

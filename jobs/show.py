@@ -17,7 +17,7 @@ from jobs.local_worker import worker_command
 from jobs.progress import plain_counts
 from jobs.prompts import Prompt, Refusal
 from jobs.queue import Queue
-from jobs.store import open_input
+from jobs.store import absolute_location, open_input
 from schemas.errors import BrokerError, NightmillError
 from schemas.plan import Decision
 from schemas.records import JobState, ModelRef, RowStatus
@@ -41,7 +41,9 @@ def show_dry_run(prepared: "Prepared", settings: Settings, *, as_json: bool) -> 
         "rows": prepared.num_rows,
         "chunks": len(prepared.plan.chunks),
         "model": f"{spec.model.name} ({spec.model.dtype}, digest {spec.model.digest})",
-        "output": prepared.output or f"{settings.jobs_root.rstrip('/')}/{spec.job_id}/output",
+        "output": absolute_location(prepared.output)
+        if prepared.output
+        else f"{settings.jobs_root.rstrip('/')}/{spec.job_id}/output",
         "label": f"{spec.output_column}: {prepared.label_type}",
         "workers": describe_service(settings, spec.model),
     }

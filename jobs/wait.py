@@ -92,6 +92,7 @@ class Waiter:
         self._start_s = time.monotonic()
         self._next_reconcile_s = self._start_s
         self._last_note = ""
+        self._is_broker_lost = False
         self._num_committed = len(job.committed())
 
     def run(self) -> JobState:
@@ -128,6 +129,7 @@ class Waiter:
         try:
             self._queue.reconcile(self._job)
             self._find_worker()
+            self._is_broker_lost = False
         except BrokerError as error:
             self._handle_broker_loss(error)
 
@@ -148,8 +150,19 @@ class Waiter:
             self._worker.note_progress()
         self._num_committed = num_committed
 
+    def _read_hints(self) -> Mapping[RowStatus, int]:
+        try:
+            self._queue.check()  # read_progress would answer "none", and complain in the log at each poll
+        except BrokerError as error:
+            self._handle_broker_loss(error)
+            return {}
+        return self._queue.read_progress(self._job)
+
     def _handle_broker_loss(self, error: BrokerError) -> None:
-        self._say(f"{error}; the job's files are intact, waiting for the broker")
+        """Start the embedded broker again; wait for one that is not ours."""
+        if not self._is_broker_lost:
+            self._reporter.note(f"{error}; the job's files are intact, waiting for the broker")
+        self._is_broker_lost = True
         if self._worker is not None:
             ensure_broker(self._settings)
             self._next_reconcile_s = time.monotonic()
@@ -162,7 +175,7 @@ class Waiter:
 
     def _take_snapshot(self, num_committed: int) -> Snapshot:
         counts = dict(self._job.counts())
-        for status, number in self._queue.read_progress(self._job).items():
+        for status, number in self._read_hints().items():
             counts[status] = counts.get(status, 0) + number
         snapshot = make_snapshot(self._job, num_committed, counts, time.monotonic() - self._start_s)
         rate = self._meter.measure(snapshot.elapsed_s, snapshot.num_done)

@@ -156,7 +156,7 @@ def test_zero_rows_end_at_once_with_an_empty_output(machine: Machine) -> None:
     assert pq.read_table(output.uri).num_rows == 0
 
 
-def test_null_prompts_are_told_before_the_start_and_are_statuses_after_it(machine: Machine) -> None:
+def test_null_prompts_are_told_before_the_start(machine: Machine) -> None:
     data = machine.write("nulls.parquet", text=[None, None])
     result = machine.submit(data, "--no-wait")
     assert result.exit_code == 0
@@ -187,6 +187,16 @@ def test_without_waiting_the_chunks_are_queued_and_the_worker_to_start_is_named(
     assert result.exit_code == 0
     assert f"NIGHTMILL_WORKER__MODEL={machine.model}" in result.stdout
     assert machine.queue.depth(job.spec.model.queue) == 3
+
+
+def test_a_cancelled_job_is_not_started_by_the_same_submit(machine: Machine) -> None:
+    data = machine.write_rows(4)
+    machine.submit(data, "--no-wait")
+    machine.run("cancel", "data")
+    machine.queue._redis.flushall()
+    result = machine.submit(data, "--no-wait")
+    assert (result.exit_code, "jobs.resume" in result.stdout) == (1, True)
+    assert machine.queue.depth(machine.job().spec.model.queue) == 0
 
 
 def test_the_same_submit_again_queues_nothing_twice(machine: Machine) -> None:

@@ -8,8 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jobs import api
+from jobs.broker import broker_status, broker_url
 from jobs.job import Job
 from jobs.local_worker import LocalWorker
+from jobs.queue import Queue
 from jobs.wait import RateMeter, Snapshot, Waiter
 from schemas.errors import EngineError
 from schemas.records import JobState, RowStatus
@@ -37,6 +39,19 @@ class Notebook:
 
     def close(self) -> None:
         self.is_closed = True
+
+
+class Finisher(Notebook):
+    """Does the work itself after a few looks."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__()
+        self._job = job
+
+    def update(self, snapshot: Snapshot) -> None:
+        super().update(snapshot)
+        if len(self.snapshots) == 4:
+            commit(self._job, [0, 1, 2])
 
 
 @pytest.fixture
@@ -85,6 +100,28 @@ def test_a_flushed_broker_gets_the_chunks_back(machine: Machine) -> None:
     machine.queue._redis.flushall()
     HandWorker(machine).start()
     assert wait(machine, job)[0] is JobState.DONE
+
+
+def test_a_lost_broker_is_told_once_and_the_wait_goes_on(machine: Machine) -> None:
+    job = queued_job(machine)
+    machine.close()
+    queue = Queue(machine.settings, "redis://127.0.0.1:1/0")
+
+    notebook = Finisher(job)
+    settings = Settings(state_dir=machine.settings.state_dir, broker_url=queue.broker_url)
+    assert Waiter(job, queue, settings, notebook, None).run() is JobState.DONE
+    (note,) = notebook.notes
+    assert "waiting for the broker" in note
+
+
+def test_a_killed_embedded_broker_is_started_again(machine: Machine) -> None:
+    job = queued_job(machine)
+    machine.close()
+
+    worker = LocalWorker(machine.settings, job.spec.model, STAYS)
+    queue = Queue(machine.settings, broker_url(machine.settings))
+    assert Waiter(job, queue, machine.settings, Finisher(job), worker).run() is JobState.DONE
+    assert broker_status(machine.settings).pid is not None
 
 
 def test_a_worker_that_keeps_dying_is_an_error_with_its_last_words(machine: Machine) -> None:

@@ -7,15 +7,15 @@ restarts it and sends again what was in flight. Everything else only touches the
 import contextlib
 import functools
 import itertools
-import math
 import signal
 import socket
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 import structlog
@@ -23,7 +23,6 @@ import structlog
 from engine.frames import (
     PROTOCOL_VERSION,
     AddConstraint,
-    Cancel,
     Completions,
     Fatal,
     Heartbeat,
@@ -34,33 +33,21 @@ from engine.frames import (
 )
 from engine.pipe import pack
 from engine.rank_process import RANK_COMMAND, RankProcess
+from engine.tracker import Resolved, Tracked, Tracker, error_completion
 from schemas import errors
 from schemas.errors import EngineDied, EngineError, KernelError, ModelError, NightmillError
-from schemas.records import Completion, Constraint, FinishReason, ModelRef, Request
+from schemas.records import Completion, Constraint, ModelRef, Request
 from schemas.settings import EngineSettings
 
 DEATH_WINDOW_S = 600.0  # settings.engine.max_restarts counts deaths within it
-MAX_REQUEST_DEATHS = 2  # a request in flight at more deaths is given up
 MAX_LOAD_DEATHS = 2  # a signal may kill the first load once; what fails by itself fails again
 MAX_BACKOFF_S = 30.0
 STOP_GRACE_S = 5.0
 POLL_INTERVAL_S = 1.0
 
+T = TypeVar("T")
+
 log = structlog.get_logger(__name__)
-
-
-@dataclass
-class _Tracked:
-    """An unresolved request; owned by the client's lock."""
-
-    order: int
-    request_id: str
-    frame: bytes
-    constraint_key: str | None
-    constraint_frame: bytes
-    future: Future[Completion] = field(default_factory=Future)
-    num_deaths: int = 0
-    is_cancelled: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,11 +88,7 @@ class EngineClient:
         self._is_stopping = False
         self._failure: NightmillError | None = None  # set once, at the end
         self._orders = itertools.count()
-        self._tracked: dict[int, _Tracked] = {}
-        self._waiting: deque[_Tracked] = deque()  # most deaths first, then in order of submission
-        self._in_flight: dict[int, _Tracked] = {}
-        self._keys_in_flight: Counter[str] = Counter()
-        self._cancels: list[str] = []
+        self._tracker = Tracker()
         self._deaths: deque[float] = deque()  # supervisor only
         self._pack_constraint = functools.lru_cache(maxsize=64)(_pack_constraint)
 
@@ -147,32 +130,24 @@ class EngineClient:
             frame = pack(Submit(requests=(own,)))
             constraint_frame = self._pack_constraint(constraint) if constraint else b""
         except (EngineError, UnicodeEncodeError) as error:
-            return _resolved(_error_completion(request.request_id, f"request cannot be sent: {error}"))
-        tracked = _Tracked(order, request.request_id, frame, request.constraint_key, constraint_frame)
+            return _resolved(error_completion(request.request_id, f"request cannot be sent: {error}"))
+        tracked = Tracked(order, request.request_id, frame, request.constraint_key, constraint_frame)
         tracked.future.set_running_or_notify_cancel()  # only ``cancel`` ends it early
         with self._changed:
             if self._supervisor is None:
                 self._raise_failure()
                 raise EngineError("start the engine before submitting requests")
-            self._changed.wait_for(lambda: self._failure or (self._hello and len(self._tracked) < self._hello.credits))
+            self._changed.wait_for(lambda: self._failure or (self._hello and len(self._tracker) < self._hello.credits))
             self._raise_failure()
-            self._tracked[order] = tracked
-            self._waiting.append(tracked)
+            self._tracker.add(tracked)
             self._wake()
         return tracked.future
 
     def cancel(self, request_ids: Iterable[str]) -> None:
         """End these requests, where unresolved, with finish reason ``cancelled``; returns before they have ended."""
-        wanted = set(request_ids)
+        self._settle(self._tracker.cancel, request_ids)
         with self._changed:
-            for tracked in self._tracked.values():
-                if tracked.request_id in wanted and not tracked.is_cancelled:
-                    tracked.is_cancelled = True
-                    if tracked.order in self._in_flight:
-                        self._cancels.append(str(tracked.order))
-            dropped = self._drop_cancelled()
             self._wake()
-        _resolve(dropped)
 
     def stop(self) -> None:
         """End the engine; unresolved futures fail with EngineError. Safe to call twice and from any thread."""
@@ -202,7 +177,7 @@ class EngineClient:
             self._note_death(death)
             if failure := self._final_failure(death):
                 return failure
-            self._requeue(death)
+            self._settle(self._tracker.requeue, str(death.error))
             with self._changed:
                 backoff_s = min(MAX_BACKOFF_S, 0.1 * 2 ** (len(self._deaths) - 1))
                 if self._changed.wait_for(lambda: self._is_stopping, backoff_s):
@@ -231,7 +206,8 @@ class EngineClient:
         is_loaded = False
         while not self._is_stopping:
             if is_loaded:
-                rank.put(self._admit())
+                with self._changed:
+                    rank.put(self._tracker.admit(self.hello.credits))
             limit_at = self._limit_at(rank, is_loaded)
             frames = rank.exchange(self._wake_reader, min(POLL_INTERVAL_S, limit_at - time.monotonic()))
             if frames is None:
@@ -262,7 +238,7 @@ class EngineClient:
     def _receive(self, frame: RankFrame) -> _Death | None:
         match frame:
             case Completions(completions=completions):
-                self._finish(completions)
+                self._settle(self._tracker.finish, completions)
             case Heartbeat():
                 self.stats = frame
             case Hello(protocol_version=version) if version != PROTOCOL_VERSION:
@@ -276,80 +252,13 @@ class EngineClient:
                 return _Death(_error_class(kind)(message))
         return None
 
-    def _admit(self) -> bytes:
-        """Take what may be sent now, packed; what was in flight at a death shares the engine with fewer others.
-
-        So the request that kills it is found in three deaths: all together, then groups, then each alone.
-        """
-        frames = []
+    def _settle(self, change: Callable[[T], Resolved], argument: T) -> None:
+        """Change the tables under the lock, then set the futures without it: their callbacks may call the client."""
         with self._changed:
-            if self._cancels:
-                frames.append(pack(Cancel(request_ids=tuple(self._cancels))))
-                self._cancels.clear()
-            while self._waiting and self._may_join(self._waiting[0]):
-                tracked = self._waiting.popleft()
-                self._in_flight[tracked.order] = tracked
-                if tracked.constraint_key:
-                    if not self._keys_in_flight[tracked.constraint_key]:  # the rank keeps those of unfinished requests
-                        frames.append(tracked.constraint_frame)
-                    self._keys_in_flight[tracked.constraint_key] += 1
-                frames.append(tracked.frame)
-        return b"".join(frames)
-
-    def _may_join(self, tracked: _Tracked) -> bool:
-        if not self._in_flight:
-            return True
-        company = next(iter(self._in_flight.values())).num_deaths
-        num_together = (self.hello.credits, math.isqrt(self.hello.credits), 1)[tracked.num_deaths]
-        return company == tracked.num_deaths and len(self._in_flight) < num_together
-
-    def _finish(self, completions: Iterable[Completion]) -> None:
-        resolved = []
-        with self._changed:
-            for completion in completions:
-                tracked = self._in_flight.pop(int(completion.request_id), None)
-                if tracked is None:
-                    continue
-                del self._tracked[tracked.order]
-                if tracked.constraint_key:
-                    self._keys_in_flight[tracked.constraint_key] -= 1
-                    if not self._keys_in_flight[tracked.constraint_key]:
-                        del self._keys_in_flight[tracked.constraint_key]
-                resolved.append((tracked, msgspec.structs.replace(completion, request_id=tracked.request_id)))
+            resolved = change(argument)
             self._changed.notify_all()
-        _resolve(resolved)
-
-    def _requeue(self, death: _Death) -> None:
-        """Put what was in flight back in the queue, suspects first; give up what was there at too many deaths."""
-        given_up = []
-        with self._changed:
-            for tracked in self._in_flight.values():
-                tracked.num_deaths += 1
-                if tracked.num_deaths > MAX_REQUEST_DEATHS:
-                    text = (
-                        f"the engine died {tracked.num_deaths} times with this request in flight, last: {death.error}"
-                    )
-                    del self._tracked[tracked.order]
-                    given_up.append((tracked, _error_completion(tracked.request_id, text)))
-            self._in_flight.clear()
-            self._keys_in_flight.clear()
-            self._cancels.clear()
-            self._waiting = deque(
-                sorted(self._tracked.values(), key=lambda tracked: (-tracked.num_deaths, tracked.order))
-            )
-            dropped = self._drop_cancelled()
-            self._changed.notify_all()
-        _resolve(given_up + dropped)
-
-    def _drop_cancelled(self) -> list[tuple[_Tracked, Completion]]:
-        """Take cancelled requests out of the queue; those in flight end by the rank's word."""
-        dropped = [tracked for tracked in self._waiting if tracked.is_cancelled]
-        if dropped:
-            self._waiting = deque(tracked for tracked in self._waiting if not tracked.is_cancelled)
-            for tracked in dropped:
-                del self._tracked[tracked.order]
-            self._changed.notify_all()
-        return [(t, Completion(request_id=t.request_id, finish_reason=FinishReason.CANCELLED)) for t in dropped]
+        for future, completion in resolved:
+            future.set_result(completion)
 
     def _note_death(self, death: _Death) -> None:
         now = time.monotonic()
@@ -357,7 +266,10 @@ class EngineClient:
         while self._deaths[0] < now - DEATH_WINDOW_S:
             self._deaths.popleft()
         log.error(
-            "engine_died", reason=str(death.error), num_in_flight=len(self._in_flight), num_deaths=len(self._deaths)
+            "engine_died",
+            reason=str(death.error),
+            num_in_flight=self._tracker.num_in_flight,
+            num_deaths=len(self._deaths),
         )
 
     def _final_failure(self, death: _Death) -> NightmillError | None:
@@ -377,12 +289,10 @@ class EngineClient:
             self._failure = failure
             self._wake_reader.close()
             self._wake_writer.close()
-            left = list(self._tracked.values())
-            for table in (self._tracked, self._waiting, self._in_flight):
-                table.clear()
+            futures = self._tracker.clear()
             self._changed.notify_all()
-        for tracked in left:
-            tracked.future.set_exception(_copy(failure))
+        for future in futures:
+            future.set_exception(_copy(failure))
         if self._hello is not None and not self._is_stopping:
             log.error("engine_failed", reason=str(failure))
             if self._on_failed:
@@ -399,12 +309,6 @@ class EngineClient:
             raise _copy(self._failure)
 
 
-def _resolve(resolved: Iterable[tuple[_Tracked, Completion]]) -> None:
-    """Set results outside the lock: callbacks may call the client."""
-    for tracked, completion in resolved:
-        tracked.future.set_result(completion)
-
-
 def _resolved(completion: Completion) -> Future[Completion]:
     future: Future[Completion] = Future()
     future.set_result(completion)
@@ -413,10 +317,6 @@ def _resolved(completion: Completion) -> Future[Completion]:
 
 def _pack_constraint(constraint: Constraint) -> bytes:
     return pack(AddConstraint(constraint=constraint))
-
-
-def _error_completion(request_id: str, text: str) -> Completion:
-    return Completion(request_id=request_id, finish_reason=FinishReason.ERROR, error=text)
 
 
 def _copy(error: NightmillError) -> NightmillError:

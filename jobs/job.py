@@ -296,6 +296,8 @@ def part_key(index: int, directory: str = PARTS) -> str:
 def check_output_columns(spec: JobSpec, input_schema: pa.Schema) -> None:
     """Refuse output columns that the input has, and kept or gold columns that it lacks. Raises InputDataError."""
     check_columns(spec.columns or (), input_schema, "--columns")
+    if len(set(spec.columns or ())) < len(spec.columns or ()):
+        raise InputDataError(f"--columns names a column twice: {', '.join(spec.columns or ())}")
     check_columns([spec.gold_column] if spec.gold_column else [], input_schema, "--gold")
     taken = sorted({*output_names(spec.output_column), row_column(spec.output_column)} & set(input_schema.names))
     if taken:

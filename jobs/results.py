@@ -51,6 +51,7 @@ STATUS_OF_FAILURE = {
     FinishReason.ERROR: RowStatus.FAILED,
 }
 LABELLED = (RowStatus.OK, RowStatus.CLOSED)
+SEVERITY = dict.fromkeys(RowStatus, 2) | {RowStatus.OK: 0, RowStatus.CLOSED: 1}
 
 
 def run_rows(
@@ -260,7 +261,7 @@ def _row_result(row: _Row) -> RowResult:
     """Put a row's completions together; with several, it is ``ok`` only if each is, and has lists for values."""
     outcomes = [row.outcomes[index] for index in range(len(row.attempts))]
     is_single = len(outcomes) == 1
-    worst_index, worst = max(enumerate(outcomes), key=lambda item: (_severity(item[1].status), -item[0]))
+    worst_index, worst = max(enumerate(outcomes), key=lambda item: (SEVERITY[item[1].status], -item[0]))
     values = [outcome.value for outcome in outcomes]
     texts = [outcome.completion.text for outcome in outcomes]
     return RowResult(
@@ -277,10 +278,6 @@ def _row_result(row: _Row) -> RowResult:
         num_output_tokens=sum(len(outcome.completion.token_ids) for outcome in outcomes),
         seconds=row.seconds,
     )
-
-
-def _severity(status: RowStatus) -> int:
-    return {RowStatus.OK: 0, RowStatus.CLOSED: 1}.get(status, 2)
 
 
 def _confidence(completion: Completion) -> float | None:

@@ -73,8 +73,10 @@ def unify_schemas(schemas: Sequence[tuple[str, pa.Schema]]) -> pa.Schema:
                 )
             is_nullable = first.nullable or field.nullable
             fields[field.name] = (first_uri, first.with_type(merged).with_nullable(is_nullable))
-    missing = {name for name in fields for _, schema in schemas if name not in schema.names}
-    columns = [field.with_nullable(True) if field.name in missing else field for _, field in fields.values()]
+    num_files = Counter(name for _, schema in schemas for name in schema.names)
+    columns = [
+        field if num_files[field.name] == len(schemas) else field.with_nullable(True) for _, field in fields.values()
+    ]
     return pa.schema(columns, schemas[0][1].metadata)
 
 
@@ -110,8 +112,9 @@ def _plain_type(kind: pa.DataType) -> pa.DataType:
 
 
 def _read_footer(entry: Entry) -> tuple[pa.Schema, int]:
-    with _open_parquet(entry.uri) as file:
-        schema, num_rows = file.schema_arrow, file.metadata.num_rows
+    file = _open_parquet(entry.uri)
+    schema, num_rows = file.schema_arrow, file.metadata.num_rows
+    file.close(force=True)
     twice = sorted(name for name, count in Counter(schema.names).items() if count > 1)
     if twice:
         raise InputDataError(f"{entry.uri} has several columns named {', '.join(map(repr, twice))}: rename them")

@@ -5,6 +5,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
@@ -14,6 +15,8 @@ from hypothesis import strategies as st
 
 from jobs.finish import final_state, try_finish
 from jobs.job import Job, part_key
+from jobs.results import run_rows
+from jobs.source import ChunkReader
 from jobs.store import open_store, replace
 from schemas.errors import JobError, StoreError
 from schemas.records import FinishReason, JobState, Request, RowStatus
@@ -248,3 +251,27 @@ def test_ok_and_every_other_status_add_up_to_the_rows(
         expected = "skipped" if text == "a" else "ok" if text is not None and text.strip() else "input_error"
         assert (row["label_status"], row["label"]) == (expected, text if expected == "ok" else None)
     assert sum(job.success().counts.values()) == len(rows) == job.num_rows
+
+
+def test_real_tickets_come_back_as_they_were(tmp_path: Path, shared_data: Path) -> None:
+    path = shared_data / "banking77.parquet"
+    table = pq.read_table(path)
+    job = make_job(tmp_path, [path], prompt_column="text", output_column="answer", chunk_rows=1000)
+    assert try_finish(run_job(job, ScriptedEngine(echo)))
+    output = output_of(job, "banking77.parquet")
+    assert output.select(table.column_names).to_pylist() == table.to_pylist()
+    assert output["answer"].to_pylist() == table["text"].to_pylist()
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_number_of_rows(tmp_path: Path) -> None:
+    num_rows = 150_000
+    path = write_input(tmp_path / "in.parquet", {"text": [f"row {i}" for i in range(num_rows)]})
+    job, reader, process = make_job(tmp_path, [path], chunk_rows=2048), ChunkReader(), psutil.Process()
+    sizes = []
+    for chunk in job.chunks:
+        job.commit_part(chunk.index, run_rows(job, chunk, ScriptedEngine(), is_cancelled=lambda: False, reader=reader))
+        sizes.append(process.memory_info().rss)
+    assert try_finish(job)
+    sizes.append(process.memory_info().rss)
+    assert max(sizes) - max(sizes[:15]) < 64 * 2**20

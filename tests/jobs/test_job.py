@@ -5,6 +5,7 @@ import os
 import shutil
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pyarrow as pa
@@ -83,6 +84,19 @@ def test_an_input_column_with_an_outputs_name_says_which_option_to_change(tmp_pa
     with pytest.raises(InputDataError, match=f"'{column}' already.*--out"):
         make_job(tmp_path, [path])
     make_job(tmp_path, [path], output_column="answer")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"columns": ("text", "text")}, "--columns names a column twice"),
+        ({"columns": ("txt",)}, "--columns: no column 'txt'.*Did you mean 'text'"),
+        ({"gold_column": "truth"}, "--gold: no column 'truth'"),
+    ],
+)
+def test_columns_that_cannot_be_kept_are_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputDataError, match=message):
+        make_job(tmp_path, **fields)
 
 
 def test_the_first_of_two_commits_stands(tmp_path: Path, store: Store) -> None:

@@ -10,7 +10,9 @@ import structlog
 def configure_logging(level: str = "INFO", log_format: Literal["auto", "console", "json"] = "auto") -> None:
     """Send structlog events to stderr: readable on a terminal, JSON lines elsewhere unless ``log_format`` says which."""
     as_json = log_format == "json" or (log_format == "auto" and not sys.stderr.isatty())
-    renderer: Any = structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer(pad_event_to=24)
+    renderer: Any = structlog.dev.ConsoleRenderer(pad_event_to=24)
+    if as_json:
+        renderer = structlog.processors.JSONRenderer()
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,

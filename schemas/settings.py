@@ -1,6 +1,7 @@
 """Where and how this machine runs; nothing here changes an answer (that is JobSpec's).
 
-Order: command-line flag, environment (``NIGHTMILL_ENGINE__MAX_NUM_SEQS``), ``nightmill.toml``, default. Built by entry points only.
+Order: command-line flag, environment (``NIGHTMILL_ENGINE__MAX_NUM_SEQS``), ``nightmill.toml``, default.
+Built by entry points only.
 """
 
 import os
@@ -102,7 +103,8 @@ class Settings(BaseSettings):
     @classmethod
     def _fill_jobs_root(cls, values: Any) -> Any:
         if isinstance(values, dict) and not values.get("jobs_root"):
-            values = {**values, "jobs_root": str(Path(values.get("state_dir") or default_state_dir()).absolute() / "jobs")}
+            state_dir = Path(values.get("state_dir") or default_state_dir())
+            values = {**values, "jobs_root": str(state_dir.absolute() / "jobs")}
         return values
 
     @classmethod

@@ -47,7 +47,6 @@ STATUS_OF_FAILURE = {
     FinishReason.LENGTH: RowStatus.TRUNCATED,
     FinishReason.PROMPT_TOO_LONG: RowStatus.PROMPT_TOO_LONG,
     FinishReason.CONSTRAINT_ERROR: RowStatus.CONSTRAINT_ERROR,
-    FinishReason.CANCELLED: RowStatus.FAILED,
     FinishReason.ERROR: RowStatus.FAILED,
 }
 LABELLED = (RowStatus.OK, RowStatus.CLOSED)
@@ -176,6 +175,8 @@ class _ChunkRun:
         self._on_progress(dict(self._counts))
 
     def _take(self, row: _Row, completion_index: int, request: Request, completion: Completion) -> None:
+        if completion.finish_reason is FinishReason.CANCELLED:  # somebody stops the engine: no row's fault
+            raise Interrupted(f"{request.request_id} was cancelled in the engine")
         outcome = self._judge(row, completion)
         row.seconds += completion.seconds
         attempts = row.attempts[completion_index]

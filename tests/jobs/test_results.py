@@ -64,7 +64,6 @@ def run_one(tmp_path: Path, answer: Any, **fields: Any) -> tuple[RowResult, Scri
         (("", FinishReason.PROMPT_TOO_LONG), RowStatus.PROMPT_TOO_LONG, None),
         (("", FinishReason.CONSTRAINT_ERROR), RowStatus.CONSTRAINT_ERROR, None),
         (("yes", FinishReason.ERROR), RowStatus.FAILED, None),
-        (("yes", FinishReason.CANCELLED), RowStatus.FAILED, None),
     ],
 )
 def test_every_finish_reason_has_its_status_and_no_failure_has_a_label(
@@ -290,6 +289,11 @@ def test_a_chunk_stops_soon_when_asked_and_gives_its_requests_back(tmp_path: Pat
     with pytest.raises(Interrupted):
         run_rows(job, job.chunks[0], engine, is_cancelled=lambda: len(engine._waiting) == 10, cancel=given_back.extend)
     assert sorted(given_back) == sorted(request.request_id for request, _ in engine._waiting)
+
+
+def test_a_request_cancelled_in_the_engine_is_no_failed_row(tmp_path: Path) -> None:
+    with pytest.raises(Interrupted, match="cancelled in the engine"):
+        run_one(tmp_path, ("yes", FinishReason.CANCELLED))
 
 
 def test_an_engine_that_is_gone_ends_the_chunk_with_its_cause(tmp_path: Path) -> None:

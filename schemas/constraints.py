@@ -4,6 +4,7 @@ The one door to ``json_schema``, ``json_grammar``, ``regex`` and ``ebnf``. Knows
 """
 
 import json
+from collections import Counter
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -107,8 +108,9 @@ def _parse_choices(source: str) -> list[str]:
         raise ConstraintError(f"the choices are not a JSON list of strings: {describe(error)}") from error
     if not isinstance(choices, list) or not choices or not all(isinstance(c, str) and c for c in choices):
         raise ConstraintError('the choices must be a JSON list of non-empty strings, such as ["yes", "no"]')
-    if twice := sorted({choice for choice in choices if choices.count(choice) > 1}):
-        raise ConstraintError(f"the choice {twice[0]!r} stands twice in the list: remove one")
+    most_common, count = Counter(choices).most_common(1)[0]
+    if count > 1:
+        raise ConstraintError(f"the choice {most_common!r} stands twice in the list: remove one")
     return choices
 
 

@@ -255,12 +255,12 @@ class _Compiler:
         }
         present = [name for name in makers if JSON_TYPES[name] & types]
         used = [name for name in present if any(sub.has(keyword) for sub in flat for keyword in makers[name][0])]
-        if len(types) == len(JSON_TYPES["any"]):
-            if not used:
-                return {}
-            if not is_loose:
-                present = used
-        return any_of([node for name in present if (node := makers[name][1]()) is not None])
+        if len(types) < len(JSON_TYPES["any"]) or (used and is_loose):
+            return any_of([node for name in present if (node := makers[name][1]()) is not None])
+        if not used:
+            return {}
+        narrowed = any_of([node for name in used if (node := makers[name][1]()) is not None])
+        return narrowed or any_of([node for name in present if name not in used if (node := makers[name][1]())])
 
     # --- objects ------------------------------------------------------------------------------------------------
 

@@ -5,10 +5,11 @@ Each rule is a measurement of xgrammar 0.2.9, repeated by the tests. Knows no ob
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from decimal import Decimal
 from typing import Any, Protocol
 
-from schemas.json_schema import JsonSchema, Sub
+from schemas.json_schema import APPLICATORS, ASSERTIONS, JsonSchema, Sub
 from schemas.regex import (
     NOTHING,
     Chars,
@@ -93,11 +94,15 @@ class EnumValues:
         has_const = "const" in self._document.draft.VALIDATORS
         for sub in flat:
             if has_const and sub.has("const"):
-                values = [sub.schema["const"]]
+                source, keyword, values = sub, "const", [sub.schema["const"]]
                 break
             if sub.has("enum"):
-                values = sub.schema["enum"]
-        fitting = [value for value in values if all(self._validator(sub).is_valid(value) for sub in flat)]
+                source, keyword, values = sub, "enum", sub.schema["enum"]
+        others = [self._validator(sub) for sub in flat if sub is not source]
+        rest = {key: value for key, value in source.schema.items() if key != keyword}
+        if rest.keys() & (ASSERTIONS | APPLICATORS):
+            others.append(self._document.validator_at(replace(source, schema=rest)))
+        fitting = [value for value in values if all(validator.is_valid(value) for validator in others)]
         printable = [value for value in fitting if _is_printable(value)]
         return printable, len(printable) < len(fitting)
 

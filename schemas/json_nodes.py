@@ -91,7 +91,7 @@ def any_of(nodes: list[Node]) -> Node | None:
         if set(node) == {"enum"}:
             if not values:
                 options.append({"enum": values})
-            values += [v for v in node["enum"] if not any(type(v) is type(w) and v == w for w in values)]
+            values += node["enum"]
         elif node not in options:
             options.append(node)
     if not options:

@@ -164,8 +164,8 @@ def test_a_compile_past_its_time_limit_fails_alone_and_threads_do_not_pile_up() 
     grammars = make_grammars(timeout_s=0.001)
     keys = []
     before = threading.active_count()
-    for i in range(40):
-        constraint = Constraint(kind=ConstraintKind.JSON_SCHEMA, source=slow_schema(6) + " " * i)
+    for i in range(20):
+        constraint = Constraint(kind=ConstraintKind.JSON_SCHEMA, source=slow_schema(4) + " " * i)
         grammars.add(constraint)
         assert grammars.matcher(constraint.key) is None
         keys.append(constraint.key)
@@ -182,6 +182,37 @@ def test_a_compile_past_its_time_limit_fails_alone_and_threads_do_not_pile_up() 
         grammars.wait(0.05)
     grammars._timeout_s = 20.0
     assert accepts(compile_one("regex", "a|b", grammars), "a")
+
+
+RECURSIVE = {
+    "$defs": {
+        "node": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "pattern": "^[a-z]+(-[a-z]+)*$"},
+                "children": {"type": "array", "items": {"$ref": "#/$defs/node"}},
+            },
+            "required": ["name"],
+        }
+    },
+    "type": "array",
+    "items": {"$ref": "#/$defs/node"},
+}
+OPTIONAL_ARRAYS = {
+    "type": "object",
+    "properties": {f"key_{i}": {"type": "array", "items": {"type": "string"}} for i in range(12)},
+}
+
+
+@pytest.mark.parametrize(
+    ("schema", "document"),
+    [
+        (RECURSIVE, '[{"name": "a-b", "children": [{"name": "c"}]}]'),  # xgrammar#207: crashed the process
+        (OPTIONAL_ARRAYS, '{"key_3": ["x"], "key_11": []}'),  # text-generation-inference#2681: hung for ever
+    ],
+)
+def test_schemas_that_took_other_servers_down_compile_within_the_limit(schema: object, document: str) -> None:
+    assert accepts(json_matcher(schema), document)
 
 
 def test_equal_constraints_are_compiled_once() -> None:

@@ -127,11 +127,11 @@ def demo_oracle() -> Any:
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # most of it is the oracle, one prompt at a time
 def test_the_demo_model_equals_the_oracle_on_64_prompts_in_one_continuous_batch(demo_oracle: Any) -> None:
-    lengths = [1 + (i * 29) % 47 for i in range(64)]
-    prompts = random_prompts(lengths, vocab_size=49152, shared=32)
-    engine = make_engine("smollm2", 512, num_tokens=4000, max_num_seqs=64, max_num_batched_tokens=512)
+    lengths = [1 + (i * 29) % 31 for i in range(64)]
+    prompts = random_prompts(lengths, vocab_size=49152, shared=16)
+    engine = make_engine("smollm2", 512, num_tokens=3000, max_num_seqs=64, max_num_batched_tokens=512)
     done = run(engine, prompts, max_tokens=12)
     for prompt, completion in zip(prompts, done, strict=True):
         assert_greedy(demo_oracle, prompt, completion)
-    assert engine.stats.num_cached_tokens >= 31 * 32
+    assert engine.stats.num_cached_tokens >= 31 * 16
     assert engine.stats.num_steps < 40

@@ -17,8 +17,8 @@ from kernels.sampling import sample
 MIN_SHARERS = 4
 """Decode sequences that must share a prefix before reading it separately pays for the merge."""
 
-MAX_GATHER_TOKENS = 32_768
-"""Keys copied out of the cache at once; bounds the memory of a decode step whatever the batch."""
+MAX_GATHER_TOKENS = 8_192
+"""Keys copied out of the cache at once: bounds a decode step's memory, and what is copied is read while in cache."""
 
 
 @dataclass(frozen=True)
@@ -254,18 +254,22 @@ def _additive_mask(is_hidden: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(is_hidden.shape, dtype=dtype, device=is_hidden.device).masked_fill_(is_hidden, -torch.inf)
 
 
-def _gather(cache: Tensor, blocks: Tensor) -> Tensor:
-    """Copy blocks out of the cache: [2, tokens, G, D]. Whole blocks are contiguous, so this runs at memory speed."""
-    return cache.flatten(2).index_select(1, blocks.flatten()).view(2, -1, *cache.shape[3:])
+def _gather(cache: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Copy whole blocks out of the cache: keys and values [tokens, G, D] each."""
+    index = blocks.flatten()
+    keys, values = (side.flatten(1).index_select(0, index).view(-1, *cache.shape[3:]) for side in cache)
+    return keys, values
 
 
 def _attend_decodes(q: Tensor, cache: Tensor, group: DecodeGroup, scale: float, out: Tensor) -> None:
     num_seqs, (num_groups, head_dim) = len(group.members), cache.shape[3:]
     grouped_q = q.index_select(0, group.members).view(num_seqs, num_groups, -1, head_dim)
-    keys, values = _gather(cache, group.own_blocks).view(2, num_seqs, -1, num_groups, head_dim).transpose(2, 3)
+    keys, values = (
+        x.view(num_seqs, -1, num_groups, head_dim).transpose(1, 2) for x in _gather(cache, group.own_blocks)
+    )
     result, lse = attend(grouped_q, keys, values, group.own_mask, scale)
     if len(group.shared_blocks):
-        keys, values = _gather(cache, group.shared_blocks)[:, None].transpose(2, 3)
+        keys, values = (x.transpose(0, 1)[None] for x in _gather(cache, group.shared_blocks))
         stacked_q = grouped_q.transpose(0, 1).reshape(1, num_groups, -1, head_dim)
         prefix, prefix_lse = attend(stacked_q, keys, values, None, scale)
         prefix = prefix.view(num_groups, num_seqs, -1, head_dim).transpose(0, 1)
@@ -292,9 +296,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
 
 def _attend_prefill(q: Tensor, cache: Tensor, part: PrefillPart, scale: float, out: Tensor) -> None:
     num_heads, num_groups = q.shape[1], cache.shape[3]
-    kv = _gather(cache, part.blocks)[:, : part.num_keys]
     # Repeating keys costs little beside the scores of many rows, and every torch attention kernel takes it.
-    keys, values = kv.repeat_interleave(num_heads // num_groups, dim=2).transpose(1, 2)[:, None]
+    keys, values = (
+        x[: part.num_keys].repeat_interleave(num_heads // num_groups, dim=1).transpose(0, 1)[None]
+        for x in _gather(cache, part.blocks)
+    )
     result = functional.scaled_dot_product_attention(
         q[part.rows].transpose(0, 1)[None],
         keys,

@@ -8,6 +8,7 @@ The command lines are thin covers of these. Knows no terminal.
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import PurePosixPath
 from typing import Literal
@@ -27,12 +28,13 @@ from jobs.source import ChunkReader, Inputs, scan_inputs
 from jobs.store import open_store
 from jobs.wait import Reporter, Snapshot, Waiter
 from schemas.constraints import KeywordDecision, enforcement_plan
-from schemas.errors import BrokerError, ConstraintError, InputDataError, JobNotFound
+from schemas.errors import AlreadyExists, BrokerError, ConstraintError, InputDataError, JobNotFound
 from schemas.model_files import model_ref
-from schemas.records import Chunk, Constraint, ConstraintKind, JobSpec, JobState, RetryPolicy, Sampling
+from schemas.records import Chunk, Constraint, ConstraintKind, JobSpec, JobState, RetryPolicy, Sampling, encode_json
 from schemas.settings import Settings
 
 NUM_EXAMPLE_ROWS = 100
+ENFORCEMENT_FILE = "enforcement.json"  # in the job's directory, for people: how each keyword of the constraint is kept
 
 log = structlog.get_logger(__name__)
 
@@ -114,6 +116,8 @@ def submit(prepared: Prepared, settings: Settings) -> Job:
     plan = prepared.plan
     store = open_store(settings.jobs_root)
     job = Job.create(store, prepared.spec, plan.chunks, input_schema=plan.input_schema, output=prepared.output)
+    with suppress(AlreadyExists):
+        job.store.create(ENFORCEMENT_FILE, encode_json(prepared.decisions))
     return enqueue(job, settings)
 
 

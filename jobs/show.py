@@ -170,7 +170,10 @@ def describe_service(settings: Settings, model: ModelRef) -> str:
         return str(error)
     if number:
         return f"{number} serving {model.queue}"
-    return f"nobody serves {model.queue}: start a worker with\n  {worker_command(settings, model)}"
+    hint = (
+        "start a worker with" if settings.broker_url else "a waiting submit or resume starts a worker, or you do with"
+    )
+    return f"nobody serves {model.queue}: {hint}\n  {worker_command(settings, model)}"
 
 
 def describe_prompt(example: Prompt | Refusal | None) -> str:

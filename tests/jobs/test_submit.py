@@ -147,6 +147,16 @@ def test_a_dry_run_tells_the_plan_and_writes_nothing(machine: Machine) -> None:
     assert "nothing was written" in machine.run("submit", *arguments).stdout
 
 
+def test_the_enforcement_table_is_kept_with_the_job(machine: Machine) -> None:
+    data = machine.write_rows(3)
+    schema = '{"type": "array", "items": {"type": "integer"}, "uniqueItems": true}'
+    arguments = [data, "--model", str(machine.model), "--column", "text", "--schema", schema]
+    result = machine.run("submit", *arguments, "--no-wait")
+    assert "note: /uniqueItems is checked after decoding, not enforced" in result.stderr
+    table = json.loads(machine.job().store.read("enforcement.json"))
+    assert {row["keyword"]: row["decision"] for row in table}["uniqueItems"] == "checked"
+
+
 def test_zero_rows_end_at_once_with_an_empty_output(machine: Machine) -> None:
     data = machine.write("none.parquet", text=[])
     result = machine.run("submit", data, "--model", str(machine.model), "--choice", "a,b")

@@ -8,7 +8,7 @@ import structlog
 
 
 def configure_logging(level: str = "INFO", log_format: Literal["auto", "console", "json"] = "auto") -> None:
-    """Send structlog events to stderr: readable on a terminal, JSON lines elsewhere unless ``log_format`` says which."""
+    """Send structlog events to stderr: readable on a terminal, else JSON lines, unless ``log_format`` says which."""
     as_json = log_format == "json" or (log_format == "auto" and not sys.stderr.isatty())
     renderer: Any = structlog.dev.ConsoleRenderer(pad_event_to=24)
     if as_json:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from engine.client import EngineClient
-from engine.frames import PROTOCOL_VERSION, Fatal, RankFrame, Start, decode_rank_frame
+from engine.frames import PROTOCOL_VERSION, Fatal, Hello, RankFrame, Start, decode_rank_frame
 from engine.pipe import LENGTH, FrameBuffer, pack
 from schemas.errors import EngineError, ModelError, NightmillError
 from schemas.records import Completion, Constraint, ConstraintKind, FinishReason, ModelRef, Request, Sampling
@@ -369,13 +369,17 @@ def test_a_command_that_does_not_exist_fails_at_once() -> None:
         client.start()
 
 
-@pytest.mark.slow
 def test_a_hundred_engines_leave_no_descriptor_and_no_thread_behind() -> None:
-    def run_one(index: int) -> str:
-        with running() as client:
-            return client.submit(make_request(str(index), num_steps=1)).result(DEADLINE_S).text
-
+    hello = Hello(protocol_version=PROTOCOL_VERSION, pid=1, credits=1, max_model_len=1, device="", kernels=())
+    source = (  # a rank that starts in milliseconds
+        "import socket, sys\nsock = socket.socket(fileno=int(sys.argv[1]))\n"
+        f"sock.sendall(bytes.fromhex('{pack(hello).hex()}'))\nwhile b'Stop' not in sock.recv(10**6): pass"
+    )
     num_before = len(os.listdir("/proc/self/fd")), threading.active_count()
-    with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(run_one, range(100))) == [f"{index}|7|None" for index in range(100)]
+    for _ in range(100):
+        client = EngineClient(
+            ModelRef(name="x", digest="0"), EngineSettings(), command=(sys.executable, "-S", "-E", "-c", source)
+        )
+        assert client.start() == hello
+        client.stop()
     assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == num_before

@@ -340,6 +340,12 @@ SHAPES: dict[str, tuple[Any, list[Any], list[Any], set[str]]] = {
         {"dependentRequired", "properties"},
     ),
     "true": (True, [1, {"a": [None]}], [], set()),
+    "no type and no object possible": (
+        {"additionalProperties": False, "minProperties": 1},
+        [1, "a", None],
+        [{}],
+        set(),
+    ),
     "no type but lengths": ({"maxLength": 2}, ["ab"], ["abc"], set()),
 }
 

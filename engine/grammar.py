@@ -74,12 +74,11 @@ class Grammars:
         if key not in self._constraints:
             raise ConstraintError(f"constraint {key} was not sent before the request that names it")
         if key not in self._underway and key not in self._queue:
-            self._queue.append(key)
-            self._start_compiles()
+            self._queue.append(key)  # poll starts it, so that poll reports it
         return None
 
     def poll(self) -> list[str]:
-        """Keys whose compile ended, well or not, since the last call."""
+        """Start what is queued; return the keys whose compile ended, well or not, since the last call."""
         self._has_result.clear()
         ended = []
         while not self._results.empty():

@@ -184,6 +184,12 @@ def test_a_compile_past_its_time_limit_fails_alone_and_threads_do_not_pile_up() 
     assert accepts(compile_one("regex", "a|b", grammars), "a")
 
 
+def test_a_constraint_refused_because_the_compiler_is_busy_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.grammar.MAX_RUNAWAYS", 0)
+    with pytest.raises(ConstraintError, match="keep the compiler busy"):
+        compile_one("regex", "a")
+
+
 RECURSIVE = {
     "$defs": {
         "node": {

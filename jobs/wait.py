@@ -160,12 +160,13 @@ class Waiter:
 
     def _handle_broker_loss(self, error: BrokerError) -> None:
         """Start the embedded broker again; wait for one that is not ours."""
-        if not self._is_broker_lost:
-            self._reporter.note(f"{error}; the job's files are intact, waiting for the broker")
-        self._is_broker_lost = True
         if self._worker is not None:
             ensure_broker(self._settings)
             self._next_reconcile_s = time.monotonic()
+            self._reporter.note("the embedded broker was gone and was started again")
+        elif not self._is_broker_lost:
+            self._reporter.note(f"{error}; the job's files are intact, waiting for the broker")
+        self._is_broker_lost = True
 
     def _say(self, text: str) -> None:
         """Note ``text`` unless it was the last thing said."""

@@ -29,16 +29,16 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DEADLINE_S = 240.0
-NUM_ROWS = 60
+NUM_ROWS = 40
 SCHEMA = json.dumps(
     {
         "type": "object",
-        "properties": {"route": {"enum": ["billing", "bug", "other"]}, "urgent": {"type": "boolean"}},
-        "required": ["route", "urgent"],
+        "properties": {"route": {"enum": ["billing", "bug", "other"]}},
+        "required": ["route"],
         "additionalProperties": False,
     }
 )
-OPTIONS = ("--column", "text", "--gold", "route", "--max-tokens", "64", "--chunk-rows", "8", "--max-model-len", "512")
+OPTIONS = ("--column", "text", "--gold", "route", "--max-tokens", "64", "--chunk-rows", "5", "--max-model-len", "512")
 
 
 def until(condition: Callable[[], Any], what: str) -> Any:
@@ -69,7 +69,7 @@ class Machine:
         # Row 7 has no prompt: its status must say so, and nothing may shift.
         texts = [None if i == 7 else f"ticket {i}: I was charged {i} times" for i in rows]
         routes = [("billing", "bug", "other")[i % 3] for i in rows]
-        pq.write_table(pa.table({"id": list(rows), "text": texts, "route": routes}), self.data, row_group_size=25)
+        pq.write_table(pa.table({"id": list(rows), "text": texts, "route": routes}), self.data, row_group_size=15)
         self.environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",

@@ -189,7 +189,10 @@ def _check_metaschema(draft: Any, schema: Any) -> None:
         draft.check_schema(schema)
     except SchemaError as error:
         path = "".join("/" + escape_pointer(str(part)) for part in error.absolute_path) or "/"
-        raise ConstraintError(f"invalid JSON Schema at {path}: {shorten(error.message)}") from error
+        what = error.message
+        if error.validator == "format" and error.validator_value == "regex":
+            what = f"{error.instance!r} is no regex of Python's re, which checks it: rewrite \\p{{...}} and the like as ranges"
+        raise ConstraintError(f"invalid JSON Schema at {path}: {shorten(what)}") from error
 
 
 def _check_references(document: JsonSchema) -> None:

@@ -191,7 +191,7 @@ def _check_metaschema(draft: Any, schema: Any) -> None:
         path = "".join("/" + escape_pointer(str(part)) for part in error.absolute_path) or "/"
         what = error.message
         if error.validator == "format" and error.validator_value == "regex":
-            what = f"{error.instance!r} is no regex of Python's re, which checks it: rewrite \\p{{...}} and the like as ranges"
+            what = f"{error.instance!r} is no regex of Python: write \\p{{...}} and the like as ranges"
         raise ConstraintError(f"invalid JSON Schema at {path}: {shorten(what)}") from error
 
 

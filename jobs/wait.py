@@ -20,6 +20,7 @@ from schemas.settings import Settings
 
 POLL_S = 0.25
 RATE_WINDOW_S = 30.0
+MIN_RATE_TIME_S = 1.0  # a shorter time says nothing
 ENDED = frozenset(JobState) - {JobState.QUEUED, JobState.RUNNING}
 
 
@@ -74,7 +75,11 @@ class RateMeter:
             self._samples.clear()  # nothing has come in yet: loading a model is not slowness
         self._samples.append((now_s, num_done))
         (first_s, first_done) = self._samples[0]
-        return None if num_done <= first_done or now_s <= first_s else (num_done - first_done) / (now_s - first_s)
+        return (
+            None
+            if num_done <= first_done or now_s - first_s < MIN_RATE_TIME_S
+            else (num_done - first_done) / (now_s - first_s)
+        )
 
 
 class Waiter:

@@ -17,6 +17,7 @@ TIMEOUT := $(shell command -v timeout || command -v gtimeout)
 DEMO_STATE := $(CURDIR)/.nightmill
 DEMO = NIGHTMILL_STATE_DIR=$(DEMO_STATE) $(BIN)/python -m jobs.submit ops/demo/tickets.parquet \
 	--name demo --schema schemas/route.json --column text --gold route
+STOP_DEMO_BROKER = test ! -x $(BIN)/python || NIGHTMILL_STATE_DIR=$(DEMO_STATE) $(BIN)/python -m jobs.broker stop
 
 # $(call stage,NAME,SECONDS,COMMAND): run a command within its time budget and print how long it took.
 define stage
@@ -61,11 +62,12 @@ $(VENV)/.dev: $(VENV)/.nightmill
 	@$(PIP) install -e '.[dev]'
 	@touch $@
 
+# Exit code 3 says that some rows are not ok: the table says so too, and it is no failure of the demo.
 demo: $(VENV)/.nightmill
-	@$(DEMO)
+	@$(DEMO) || [ $$? -eq 3 ]
 
-demo-clean: $(VENV)/.nightmill
-	@NIGHTMILL_STATE_DIR=$(DEMO_STATE) $(BIN)/python -m jobs.broker stop
+demo-clean:
+	@$(STOP_DEMO_BROKER)
 	rm -rf $(DEMO_STATE)
 
 test: $(VENV)/.dev
@@ -83,5 +85,6 @@ bench: $(VENV)/.nightmill
 	$(BIN)/python -m ops.bench engine --cpu
 
 clean:
+	@$(STOP_DEMO_BROKER)
 	rm -rf $(VENV) $(DEMO_STATE) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

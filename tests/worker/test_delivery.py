@@ -36,7 +36,7 @@ def test_a_worker_killed_at_any_hop_loses_and_doubles_nothing(make_lab: Callable
             worker = lab.worker(is_ready=False)
         return job.state() == JobState.DONE and worker.is_alive and not any(lab.leftovers().values())
 
-    until(is_done, "the job to be done", 120)
+    until(is_done, "the job to be done", 240)
     assert not any(lab.path.glob("fault-*"))
     assert num_deaths == len(HOPS)
     assert job.counts() == {RowStatus.OK: len(HOPS)}

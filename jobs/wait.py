@@ -75,11 +75,9 @@ class RateMeter:
             self._samples.clear()  # nothing has come in yet: loading a model is not slowness
         self._samples.append((now_s, num_done))
         (first_s, first_done) = self._samples[0]
-        return (
-            None
-            if num_done <= first_done or now_s - first_s < MIN_RATE_TIME_S
-            else (num_done - first_done) / (now_s - first_s)
-        )
+        if num_done <= first_done or now_s - first_s < MIN_RATE_TIME_S:
+            return None
+        return (num_done - first_done) / (now_s - first_s)
 
 
 class Waiter:

@@ -6,9 +6,11 @@ that use it and for nobody else. Knows no scheduling; whether a finished documen
 
 from __future__ import annotations
 
+import itertools
 import re
 import threading
 import time
+from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -24,6 +26,9 @@ from engine.types import Matcher
 from schemas.constraints import grammar_source
 from schemas.errors import ConstraintError
 from schemas.records import Constraint, ConstraintKind
+
+Words = np.ndarray[Any, np.dtype[np.int32]]
+"""One bit a token, as in a mask."""
 
 MAX_SOURCE_CHARS = 2**20
 MAX_RUNAWAYS = 8
@@ -70,7 +75,9 @@ class Grammars:
             raise ConstraintError(error)
         if (compiled := self._compiled.get(key)) is not None:
             self._compiled.move_to_end(key)
-            return GrammarMatcher(xgrammar.GrammarMatcher(compiled), self._not_end)
+            assert self._compilers is not None, "a compiled grammar has a compiler"
+            vocabulary = self._compilers.vocabulary_of(self._constraints[key])
+            return GrammarMatcher(xgrammar.GrammarMatcher(compiled), vocabulary, self._not_end)
         if key not in self._constraints:
             raise ConstraintError(f"constraint {key} was not sent before the request that names it")
         if key not in self._underway and key not in self._queue:
@@ -161,8 +168,9 @@ class Grammars:
 class GrammarMatcher:
     """A grammar's state after the output of one sequence."""
 
-    def __init__(self, native: xgrammar.GrammarMatcher, not_end: np.ndarray[Any, np.dtype[np.int32]]) -> None:
+    def __init__(self, native: xgrammar.GrammarMatcher, vocabulary: Vocabulary, not_end: Words) -> None:
         self.native = native
+        self._vocabulary = vocabulary
         self._not_end = not_end
 
     @property
@@ -178,17 +186,61 @@ class GrammarMatcher:
         """Whether the end token is the only one allowed next."""
         if self.is_terminated or not self.native.is_completed():
             return self.is_terminated
-        bitmask = torch.empty((1, len(self._not_end)), dtype=torch.int32)
+        return not self._allows_any(self._not_end)
+
+    def rollback(self, num_tokens: int) -> None:
+        """Take back the last accepted tokens."""
+        self.native.rollback(num_tokens)
+
+    def forced_text(self) -> str:
+        """The text that every continuation begins with; "" where there is a choice."""
+        return "" if self.is_terminated else str(self.native.find_jump_forward_string())
+
+    def allows_longer(self, token_id: int) -> bool:
+        """Whether a token is allowed whose bytes begin with, and go beyond, those of ``token_id``."""
+        longer = self._vocabulary.longer_than(token_id)
+        return longer is not None and self._allows_any(longer)
+
+    def _allows_any(self, words: Words) -> bool:
+        bitmask = torch.empty((1, len(words)), dtype=torch.int32)
         self.native.fill_next_token_bitmask(bitmask)
-        return not np.any(bitmask.numpy()[0] & self._not_end)
+        return bool(np.any(bitmask.numpy()[0] & words))
+
+
+class Vocabulary:
+    """The tokens of a compiler as bytes, sorted, to find those that begin with another one."""
+
+    def __init__(self, tokens: Seq[bytes], num_words: int) -> None:
+        self._tokens = tokens
+        self._num_words = num_words
+        self._sorted = sorted((token, token_id) for token_id, token in enumerate(tokens) if token)
+        self._longer: dict[int, Words | None] = {}
+
+    def longer_than(self, token_id: int) -> Words | None:
+        """The bits of the tokens that begin with ``token_id``'s bytes and go on; None if there are none."""
+        if token_id not in self._longer:
+            token = self._tokens[token_id]
+            first = bisect_left(self._sorted, (token, 0))
+            tail = itertools.takewhile(
+                lambda pair: pair[0].startswith(token), itertools.islice(self._sorted, first, None)
+            )
+            found = [other_id for other, other_id in tail if len(other) > len(token)]
+            self._longer[token_id] = _pack_bits(found, self._num_words) if found and token else None
+        return self._longer[token_id]
 
 
 @dataclass(frozen=True)
 class Compilers:
-    """One compiler for JSON, one for everything else."""
+    """One compiler for JSON, one for everything else, each with the tokens it knows."""
 
     plain: xgrammar.GrammarCompiler
     json: xgrammar.GrammarCompiler
+    plain_vocabulary: Vocabulary
+    json_vocabulary: Vocabulary
+
+    def vocabulary_of(self, constraint: Constraint) -> Vocabulary:
+        """The vocabulary that a constraint is compiled for."""
+        return self.json_vocabulary if constraint.kind is ConstraintKind.JSON_SCHEMA else self.plain_vocabulary
 
 
 def make_compilers(tokenizer: Any, vocab_size: int, end_token_ids: frozenset[int]) -> Compilers:
@@ -209,7 +261,8 @@ def make_compilers(tokenizer: Any, vocab_size: int, end_token_ids: frozenset[int
         info = xgrammar.TokenizerInfo(tokens, vocab_size=vocab_size, stop_token_ids=end_ids)
         return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
-    return Compilers(make(vocab), make(printable))
+    num_words = -(-vocab_size // 32)
+    return Compilers(make(vocab), make(printable), Vocabulary(vocab, num_words), Vocabulary(printable, num_words))
 
 
 def compile_constraint(compilers: Compilers, constraint: Constraint) -> xgrammar.CompiledGrammar:
@@ -230,7 +283,7 @@ def _first_line(error: Exception) -> str:
     return re.sub(r"^\[[\d:]+\] \S+\.(cc|h):\d+: ", "", text)
 
 
-def _pack_bits(token_ids: Seq[int], num_words: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+def _pack_bits(token_ids: Seq[int], num_words: int) -> Words:
     bits = np.zeros(num_words * 32, dtype=np.uint8)
     bits[list(token_ids)] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)

@@ -16,6 +16,7 @@ import torch
 
 from engine.cache import BlockPool
 from engine.device import resolve_sizes, select_device
+from engine.forced import ForcedText
 from engine.grammar import Grammars
 from engine.models import Model
 from engine.runner import Runner
@@ -78,6 +79,7 @@ class Engine:
         num_blocks = self._num_blocks(parts.model, settings.block_size, sizes.kv_cache_bytes, sizes.max_num_seqs)
         self._runner = Runner(parts.model, parts.device, num_blocks=num_blocks, block_size=settings.block_size)
         self._sampler = Sampler(parts.kernels, parts.device)
+        self._forced = ForcedText(parts.text) if settings.forced_text else None
         self._scheduler = Scheduler(
             BlockPool(num_blocks, settings.block_size, prefix_cache=settings.prefix_cache),
             max_num_seqs=sizes.max_num_seqs,
@@ -179,7 +181,7 @@ class Engine:
         for sequence, token_id, logprob in drawn:
             if error := self._append(sequence, token_id, logprob):
                 self._finish(sequence, FinishReason.CONSTRAINT_ERROR if sequence.matcher else FinishReason.ERROR, error)
-            elif reason := self._finish_reason(sequence, token_id):
+            elif reason := self._finish_reason(sequence) or self._force(sequence):
                 self._finish(sequence, reason)
 
     def _append(self, sequence: Sequence, token_id: int, logprob: float) -> str | None:
@@ -189,18 +191,33 @@ class Engine:
             return f"the constraint allows no token {where}" if sequence.matcher else f"no finite logits {where}"
         if sequence.matcher and not sequence.matcher.accept(token_id):
             return f"the grammar refuses token {token_id}, which its mask allowed"
+        self._record(sequence, token_id, logprob)
+        return None
+
+    def _force(self, sequence: Sequence) -> FinishReason | None:
+        """Append the text that the grammar forces next, to be computed with the next draw; says if that is the end."""
+        if not (self._forced and sequence.matcher):
+            return None
+        limit = sequence.max_tokens - sequence.num_output
+        for token_id in self._forced.advance(sequence.matcher, sequence.token_ids, limit):
+            self._record(sequence, token_id, 0.0)
+            self.stats.num_forced_tokens += 1
+        return self._finish_reason(sequence)
+
+    def _record(self, sequence: Sequence, token_id: int, logprob: float) -> None:
         sequence.token_ids.append(token_id)
         sequence.logprobs.append(logprob)
         if sequence.detokenizer:
             sequence.text += sequence.detokenizer.push(token_id)
         self.stats.num_output_tokens += 1
-        return None
 
-    def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
-        """Whether the token just appended is the last one, and why."""
-        sampling = sequence.request.sampling
+    def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
+        """Whether the last token is the end, and why."""
+        sampling, token_id = sequence.request.sampling, sequence.token_ids[-1]
         if sequence.matcher and sequence.matcher.is_at_end():
             return FinishReason.STOP
+        if sequence.num_output == 0:
+            return None
         if token_id in self._text.eos_token_ids and not sampling.ignore_eos:
             return FinishReason.STOP
         if sampling.stop and find_stop(sequence.text, sampling.stop) is not None:
@@ -218,6 +235,9 @@ class Engine:
                 return
             if sequence.matcher is None:
                 self._awaiting_grammar[key].append(sequence)
+                return
+            if reason := self._force(sequence):
+                self._finish(sequence, reason)
                 return
         self._scheduler.add(sequence)
 

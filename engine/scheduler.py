@@ -56,7 +56,7 @@ class Scheduler:
     def plan(self) -> StepPlan:
         """Decide the next step without changing anything."""
         decodes = [sequence for sequence in self.running if sequence.num_uncomputed == 1]
-        preempted = self._choose_victims(decodes)
+        preempted = self._choose_victims()
         runs = [Run(sequence, sequence.num_computed, 1) for sequence in decodes if sequence not in preempted]
         num_decodes = len(runs)
         budget = self.max_num_batched_tokens - num_decodes
@@ -128,17 +128,16 @@ class Scheduler:
     def _num_missing_blocks(self, sequence: Sequence) -> int:
         return self.pool.num_blocks_for(sequence.num_tokens) - len(sequence.block_ids)
 
-    def _choose_victims(self, decodes: list[Sequence]) -> list[Sequence]:
-        """The youngest sequences, as many as it takes for the decode rows left to have their blocks."""
-        num_needed = sum(self._num_missing_blocks(sequence) for sequence in decodes)
+    def _choose_victims(self) -> list[Sequence]:
+        """The youngest sequences, as many as it takes for those left to have the blocks of all their tokens."""
+        num_needed = sum(self._num_missing_blocks(sequence) for sequence in self.running)
         victims: list[Sequence] = []
         freed: list[int] = []
         while num_needed > self.pool.num_free + self.pool.num_freed_by(freed):
             victim = self.running[-1 - len(victims)]
             victims.append(victim)
             freed.extend(victim.block_ids)
-            if victim.num_uncomputed == 1:
-                num_needed -= self._num_missing_blocks(victim)
+            num_needed -= self._num_missing_blocks(victim)
         return victims
 
     def _leave_batch(self, sequence: Sequence) -> None:

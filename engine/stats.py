@@ -13,6 +13,7 @@ class EngineStats:
     num_prompt_tokens: int = 0  # of admitted requests, cached ones included
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
+    num_forced_tokens: int = 0  # of the output tokens, those that the grammar forced
     num_batched_tokens: int = 0  # rows computed: recomputation after a preemption counts again
     num_preemptions: int = 0
     num_finished: int = 0

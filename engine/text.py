@@ -60,6 +60,13 @@ class Text:
             raise PromptError(f"the model's chat template refuses the conversation ({roles}): {error}") from error
         return str(text)
 
+    def encode_after(self, context: tuple[int, ...], text: str) -> tuple[int, ...]:
+        """Tokenise ``text`` as it follows the tokens ``context``; on its own where the two would merge."""
+        whole = self._encode(self.decode(context) + text, add_special_tokens=False)
+        if tuple(whole[: len(context)]) == context:
+            return tuple(whole[len(context) :])
+        return tuple(self._encode(text, add_special_tokens=False))
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Decode, leaving special tokens out; bytes that are no UTF-8 become U+FFFD."""
         return str(self.tokenizer.backend_tokenizer.decode(list(token_ids), skip_special_tokens=True))

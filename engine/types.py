@@ -29,8 +29,17 @@ class Matcher(Protocol):
     def accept(self, token_id: int) -> bool:
         """Advance by one token; False, and no change, if the grammar does not allow it."""
 
+    def rollback(self, num_tokens: int) -> None:
+        """Take back the last accepted tokens."""
+
     def is_at_end(self) -> bool:
         """Whether the end token is the only one allowed next."""
+
+    def forced_text(self) -> str:
+        """The text that every continuation begins with; "" where there is a choice."""
+
+    def allows_longer(self, token_id: int) -> bool:
+        """Whether a token is allowed whose bytes begin with, and go beyond, those of ``token_id``."""
 
 
 class Detokenizer(Protocol):

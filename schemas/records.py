@@ -137,7 +137,7 @@ class ModelRef(Record):
     @property
     def queue(self) -> str:
         """The Celery queue of the workers that can serve this model."""
-        return f"nightmill.{self.digest}.{self.dtype}.{self.quantization}"
+        return f"nightmill.{self.digest}.{self.dtype}.{self.quantization}.{self.max_model_len}"
 
 
 class InputFile(Record):

@@ -102,6 +102,9 @@ class ByteText:
             raise PromptError("this tokenizer has no chat template")
         return list((request.text or "").encode())
 
+    def encode_after(self, context: tuple[int, ...], text: str) -> tuple[int, ...]:
+        return tuple(text.encode())
+
     def decode(self, token_ids: Iterable[int]) -> str:
         return bytes(t for t in token_ids if t < 256).decode("utf-8", "replace")
 

@@ -59,7 +59,7 @@ def allowed(matcher: GrammarMatcher) -> set[int]:
 
 def accepts(matcher: GrammarMatcher, text: str) -> bool:
     """Whether the whole text may be written, then ended."""
-    fresh = GrammarMatcher(matcher.native.fork(), matcher._not_end)
+    fresh = GrammarMatcher(matcher.native.fork(), matcher._vocabulary, matcher._not_end)
     return all(fresh.accept(byte) for byte in text.encode()) and fresh.accept(END)
 
 

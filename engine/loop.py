@@ -18,6 +18,7 @@ from engine.cache import BlockPool
 from engine.device import resolve_sizes, select_device
 from engine.forced import ForcedText
 from engine.grammar import Grammars
+from engine.graphs import GraphLimits
 from engine.models import Model
 from engine.runner import Runner
 from engine.sampler import Sampler
@@ -77,7 +78,14 @@ class Engine:
         self._vocab_size = spec.vocab_size
         self._text = parts.text
         num_blocks = self._num_blocks(parts.model, settings.block_size, sizes.kv_cache_bytes, sizes.max_num_seqs)
-        self._runner = Runner(parts.model, parts.device, num_blocks=num_blocks, block_size=settings.block_size)
+        limits = GraphLimits(sizes.max_num_seqs, -(-self.max_model_len // settings.block_size))
+        self._runner = Runner(
+            parts.model,
+            parts.device,
+            num_blocks=num_blocks,
+            block_size=settings.block_size,
+            graphs=limits if settings.cuda_graphs else None,
+        )
         self._sampler = Sampler(parts.kernels, parts.device)
         self._forced = ForcedText(parts.text) if settings.forced_text else None
         self._scheduler = Scheduler(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from engine.batch import StepBatch
 from engine.device import to_device
+from engine.graphs import DecodeGraphs, GraphLimits
 from engine.models import Model
 from engine.types import Run
 from kernels.api import AttentionBatch
@@ -17,9 +19,11 @@ from schemas.errors import EngineError
 
 
 class Runner:
-    """Owns the KV cache."""
+    """Owns the KV cache, and on a GPU the graphs of its decode steps."""
 
-    def __init__(self, model: Model, device: torch.device, *, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self, model: Model, device: torch.device, *, num_blocks: int, block_size: int, graphs: GraphLimits | None = None
+    ) -> None:
         self._model = model
         self._device = device
         self._block_size = block_size
@@ -28,17 +32,23 @@ class Runner:
         except (RuntimeError, MemoryError) as error:  # torch raises a RuntimeError on either device
             size_gib = num_blocks * model.cache_bytes_per_block(block_size) / 2**30
             raise EngineError(f"no memory for a KV cache of {size_gib:.1f} GiB: lower engine.kv_cache_gib") from error
+        self._graphs = DecodeGraphs(model, self._cache, device, graphs) if graphs and device.type == "cuda" else None
 
     @torch.inference_mode()
     def run(self, runs: Seq[Run], num_decodes: int) -> Tensor:
-        """Compute the runs, decodes first: float32 logits [L, V] of those that reach their sequence's last token."""
-        batch = build_batch(runs, num_decodes, self._block_size, self._device)
-        hidden = self._model.forward(batch, self._cache)
-        return self._model.logits(hidden)
+        """Compute the runs, decodes first: float32 logits [L, V] of those that reach their sequence's last token.
+
+        The logits may be overwritten by the next call.
+        """
+        arrays = lay_out(runs, self._block_size)
+        if self._graphs and num_decodes == len(runs):
+            return self._graphs.run(arrays)
+        batch = build_batch(arrays, runs, num_decodes, self._device)
+        return self._model.logits(self._model.forward(batch, self._cache))
 
 
-def build_batch(runs: Seq[Run], num_decodes: int, block_size: int, device: torch.device) -> StepBatch:
-    """Lay the runs out as flat rows; arrays are made on the host and moved in one transfer."""
+def lay_out(runs: Seq[Run], block_size: int) -> dict[str, np.ndarray]:
+    """The runs as flat rows, int64 on the host, under the names of StepBatch and AttentionBatch."""
     lens = np.array([run.num_tokens for run in runs], dtype=np.int64)
     starts = np.array([run.start for run in runs], dtype=np.int64)
     query_starts = np.zeros(len(runs) + 1, dtype=np.int64)
@@ -50,16 +60,19 @@ def build_batch(runs: Seq[Run], num_decodes: int, block_size: int, device: torch
         tokens = run.sequence.token_ids
         input_ids[first : first + run.num_tokens] = tokens[run.start : run.start + run.num_tokens]
     wanted = np.array([run.wants_logits for run in runs], dtype=bool)
-    seq_lens = starts + lens
-    arrays = {
+    return {
         "input_ids": input_ids,
         "positions": positions,
         "slots": block_table[row_run, positions // block_size] * block_size + positions % block_size,
         "logits_rows": query_starts[1:][wanted] - 1,
         "block_table": block_table,
-        "seq_lens": seq_lens,
+        "seq_lens": starts + lens,
         "query_starts": query_starts,
     }
+
+
+def build_batch(arrays: Mapping[str, np.ndarray], runs: Seq[Run], num_decodes: int, device: torch.device) -> StepBatch:
+    """Move a layout to the device in one transfer."""
     tensors = to_device(arrays, device)
     attention = AttentionBatch(
         slots=tensors["slots"],
@@ -67,8 +80,8 @@ def build_batch(runs: Seq[Run], num_decodes: int, block_size: int, device: torch
         seq_lens=tensors["seq_lens"],
         query_starts=tensors["query_starts"],
         positions=tensors["positions"],
-        query_lens=tuple(lens.tolist()),
-        host_seq_lens=tuple(seq_lens.tolist()),
+        query_lens=tuple(run.num_tokens for run in runs),
+        host_seq_lens=tuple(arrays["seq_lens"].tolist()),
         num_decodes=num_decodes,
     )
     return StepBatch(tensors["input_ids"], tensors["positions"], tensors["logits_rows"], attention)

@@ -1,4 +1,4 @@
-"""Fused Triton kernels for the dense family on NVIDIA GPUs: norms, rotary, SwiGLU, paged attention, masks, greedy.
+"""Fused Triton kernels for the dense family on NVIDIA GPUs: norms, rotary, SwiGLU, paged attention.
 
 The reference is the oracle of each. Everything launched here is safe inside a CUDA graph: grids depend on shapes only,
 lengths are read on the device. Knows no schedules.
@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels import triton_sampling
 from kernels.api import AttentionBatch, SamplingBatch
 from kernels.reference import ReferenceKernels
 
@@ -89,22 +90,13 @@ class TritonKernels(ReferenceKernels):
 
     def apply_token_bitmask(self, logits: Tensor, bitmask: Tensor) -> None:
         """See Kernels.apply_token_bitmask."""
-        rows, vocab = logits.shape
-        if rows:
-            _apply_bitmask[(rows, triton.cdiv(vocab, 4096))](
-                logits, bitmask, logits.stride(0), bitmask.stride(0), vocab, BLOCK=4096
-            )
+        triton_sampling.apply_token_bitmask(logits, bitmask)
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
-        """See Kernels.sample; only an all-greedy batch is fused."""
-        if not batch.is_all_greedy:
+        """See Kernels.sample; batches with top-k or top-p are left to the reference."""
+        if batch.top_k is not None or batch.top_p is not None:
             return super().sample(logits, batch)
-        rows, vocab = logits.shape
-        tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
-        logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
-        if rows:
-            _greedy[(rows,)](logits, tokens, logprobs, logits.stride(0), vocab, BLOCK=4096)
-        return tokens, logprobs
+        return triton_sampling.sample(logits, batch)
 
 
 def _attend_prefill(q: Tensor, cache: Tensor, out: Tensor, batch: AttentionBatch, scale: float, window: int) -> None:
@@ -330,32 +322,3 @@ def _write_kv(cache, slots, k, v, k_row, k_head, v_row, v_head, value_offset, si
     target = cache + slot * width + at
     tl.store(target, tl.load(k + row * k_row + head * k_head + dim, mask=inside), mask=inside)
     tl.store(target + value_offset, tl.load(v + row * v_row + head * v_head + dim, mask=inside), mask=inside)
-
-
-@triton.jit
-def _apply_bitmask(logits, bitmask, logits_stride, mask_stride, vocab, BLOCK: tl.constexpr):
-    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < vocab
-    words = tl.load(bitmask + row * mask_stride + columns // 32, mask=inside, other=-1)
-    is_banned = ((words >> (columns % 32)) & 1) == 0
-    tl.store(logits + row * logits_stride + columns, float("-inf"), mask=inside & is_banned)
-
-
-@triton.jit
-def _greedy(logits, tokens, logprobs, stride, vocab, BLOCK: tl.constexpr):
-    """Largest logit, lowest index on ties, and its log-softmax; -1 where every logit is -inf."""
-    row = tl.program_id(0).to(tl.int64)
-    best, best_at, total = float("-inf"), 0, 0.0
-    for start in range(0, vocab, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        values = tl.load(logits + row * stride + columns, mask=columns < vocab, other=float("-inf"))
-        block_best = tl.max(values, 0)
-        new_best = tl.maximum(best, block_best)
-        safe_best = tl.where(new_best == float("-inf"), 0.0, new_best)
-        total = total * tl.exp(best - safe_best) + tl.sum(tl.exp(values - safe_best), 0)
-        block_at = tl.min(tl.where(values == block_best, columns, vocab), 0)
-        best_at = tl.where(block_best > best, block_at, best_at)
-        best = new_best
-    is_dead = best == float("-inf")
-    tl.store(tokens + row, tl.where(is_dead, -1, best_at))
-    tl.store(logprobs + row, tl.where(is_dead, float("-inf"), -tl.log(total)))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.api import AttentionBatch, SamplingBatch
+from kernels.api import AttentionBatch
 from kernels.reference import ReferenceKernels
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -121,28 +121,3 @@ def make_batch(
         num_decodes=num_decodes,
     )
     return batch, sum(num_blocks) + 1
-
-
-def test_the_mask_bans_exactly_the_zero_bits() -> None:
-    words = torch.randint(-(2**31), 2**31 - 1, (3, 157), dtype=torch.int32, device=DEVICE)
-    logits = draw(3, 5000, seed=10)
-    expected = logits.clone()
-    TritonKernels(DEVICE).apply_token_bitmask(logits, words)
-    ReferenceKernels(DEVICE).apply_token_bitmask(expected, words)
-    assert torch.equal(logits, expected)
-
-
-def test_greedy_takes_the_first_of_the_largest_and_marks_dead_rows() -> None:
-    logits = draw(5, 9001, seed=11)
-    logits[1, [17, 4000, 8999]] = 50.0
-    logits[2] = -torch.inf
-    logits[3, :9000] = -torch.inf
-    zeros = torch.zeros(5, dtype=torch.int64, device=DEVICE)
-    batch = SamplingBatch(zeros.float(), zeros, zeros, is_all_greedy=True)
-    tokens, logprobs = TritonKernels(DEVICE).sample(logits.clone(), batch)
-    wanted_tokens, wanted_logprobs = ReferenceKernels(DEVICE).sample(logits.clone(), batch)
-    assert tokens.tolist() == wanted_tokens.tolist()
-    assert tokens[1] == 17
-    assert tokens[2] == -1
-    assert tokens[3] == 9000
-    torch.testing.assert_close(logprobs, wanted_logprobs, rtol=1e-5, atol=1e-5)

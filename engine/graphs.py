@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import structlog
@@ -17,8 +17,11 @@ import torch
 from torch import Tensor
 
 from engine.batch import StepBatch
-from engine.models import KVCache, Model
+from engine.models import Model
 from kernels.api import AttentionBatch
+
+if TYPE_CHECKING:
+    from engine.models import KVCache
 
 log = structlog.get_logger()
 
@@ -41,12 +44,10 @@ class Recorded:
     """A graph with its fixed input and output tensors."""
 
     graph: torch.cuda.CUDAGraph
-    pinned: (
-        Tensor  # int64, host: the inputs of a step are laid out here, through the views ``fields`` and ``table`` ...
-    )
-    fields: Mapping[str, np.ndarray]
+    pinned: Tensor  # int64, host: a step's inputs are laid out here ...
+    fields: Mapping[str, np.ndarray]  # ... through these views ...
     table: np.ndarray
-    inputs: Tensor  # int64, device: ... and copied here
+    inputs: Tensor  # ... and copied here
     logits: Tensor  # float32 [rows, V]
     was_copied: torch.cuda.Event
 

@@ -37,7 +37,7 @@ def encode_part(spec: JobSpec, chunk: Chunk, rows: Sequence[RowResult], *, is_pa
         found = f"{len(rows)} rows" if len(rows) != chunk.num_rows else "others, or in another order"
         raise JobError(f"{spec.job_id} chunk {chunk.index} needs rows {expected.start} to {expected.stop}, got {found}")
     try:
-        table = results_table(spec, chunk.index, rows, _version())
+        table = results_table(spec, chunk.index, rows, version())
     except (pa.ArrowException, OverflowError) as error:
         raise JobError(f"{spec.job_id} chunk {chunk.index}: a result does not fit its column: {error}") from error
     info = PartInfo(
@@ -89,5 +89,6 @@ def _checksum(spec: JobSpec, table: pa.Table) -> str:
 
 
 @functools.cache
-def _version() -> str:
+def version() -> str:
+    """The version of Nightmill that writes."""
     return importlib.metadata.version("nightmill")

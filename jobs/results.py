@@ -19,6 +19,7 @@ from jobs.arrow_types import DoesNotFit, LabelColumn, completion_column
 from jobs.job import Job
 from jobs.prompts import Prompt, PromptBuilder, Refusal
 from jobs.source import ChunkReader
+from jobs.spill import Spill
 from schemas.constraints import Validator, make_validator
 from schemas.errors import Interrupted
 from schemas.records import (
@@ -62,17 +63,19 @@ def run_rows(
     on_progress: Progress = lambda counts: None,
     cancel: Callable[[list[str]], None] = lambda request_ids: None,
     reader: ChunkReader | None = None,
+    spill: Spill | None = None,
 ) -> list[RowResult]:
     """Label the rows of a chunk, in order, one result each.
 
     ``submit`` may block while the engine is full. ``on_progress`` gets this chunk's counts, a few times a second.
-    Pass one ``reader`` to all chunks of a worker, so that a row group is decoded once.
+    Pass one ``reader`` to all chunks of a worker, so that a row group is decoded once. Rows that ``spill`` has are not
+    asked again, and those that finish are added to it.
     Raises Interrupted soon after ``is_cancelled()`` turns true, and whatever a future raises (the engine is gone);
     requests in flight are given to ``cancel`` then.
     """
     builder = PromptBuilder(job.spec, job.input_schema)
     rows = job.read_rows(chunk, builder.columns, reader)
-    run = _ChunkRun(job.spec, submit, cancel)
+    run = _ChunkRun(job.spec, submit, cancel, spill)
     return run.run(enumerate(map(builder.build, rows), chunk.start_row), is_cancelled, on_progress)
 
 
@@ -99,8 +102,10 @@ class _Row:
 class _ChunkRun:
     """What is in flight and what is done of one chunk. One thread runs it; futures only feed its queue."""
 
-    def __init__(self, spec: JobSpec, submit: Submit, cancel: Callable[[list[str]], None]) -> None:
+    def __init__(self, spec: JobSpec, submit: Submit, cancel: Callable[[list[str]], None], spill: Spill | None) -> None:
         self._spec = spec
+        self._spill = spill
+        self._spilled = spill.read() if spill else {}
         self._submit = submit
         self._cancel = cancel
         self._column = completion_column(spec)
@@ -131,6 +136,9 @@ class _ChunkRun:
         return sorted(self._results, key=lambda result: result.row_index)
 
     def _start(self, index: int, prompt: Prompt | Refusal) -> None:
+        if (done := self._spilled.pop(index, None)) is not None:
+            self._end(done)
+            return
         if isinstance(prompt, Refusal):
             self._end(RowResult(row_index=index, status=prompt.status, error=prompt.error))
             return
@@ -188,7 +196,10 @@ class _ChunkRun:
             return
         row.outcomes[completion_index] = outcome
         if len(row.outcomes) == len(row.attempts):
-            self._end(_row_result(row))
+            result = _row_result(row)
+            if self._spill is not None:
+                self._spill.add(result)
+            self._end(result)
 
     def _end(self, result: RowResult) -> None:
         self._results.append(result)

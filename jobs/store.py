@@ -211,6 +211,13 @@ class LocalDirectory:
         with self._staged(key, os.replace) as file:
             yield file
 
+    def open_log(self, key: str) -> IO[bytes]:
+        """Open a new file that grows where all can see it, unbuffered. Raises AlreadyExists."""
+        path = self._root / key
+        with explained("open", path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return path.open("xb", buffering=0)
+
     def delete(self, key: str) -> None:
         with explained("delete", self._root / key):
             (self._root / key).unlink(missing_ok=True)

@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import closing
 from typing import Any
 
 import structlog
@@ -18,6 +19,7 @@ from jobs.finish import try_finish
 from jobs.job import Job
 from jobs.queue import TASK_NAME
 from jobs.results import run_rows
+from jobs.spill import open_spill
 from schemas.errors import EngineError, InputDataError, Interrupted, JobError, JobNotFound, NotFound, StoreError
 from schemas.records import Chunk, Completion, Constraint, Request, RowResult, RowStatus
 from worker.pool import Slot, current_slot
@@ -90,6 +92,7 @@ class ChunkRun:
         self._job = job
         self._chunk = chunk
         self._token = uuid.uuid4().hex
+        self._spill = open_spill(job, chunk, app.settings.state_dir)
         self._job_stop = Throttled(FLAG_INTERVAL_S, lambda: job.is_cancelled() or job.is_paused())
         self._next_progress_s = 0.0
         self._has_submitted = False
@@ -146,26 +149,31 @@ class ChunkRun:
 
     def _generate(self) -> None:
         started_s = time.monotonic()
-        rows = run_rows(
-            self._job,
-            self._chunk,
-            self._submit,
-            is_cancelled=self._is_cancelled,
-            on_progress=self._tell_progress,
-            cancel=self._slot.pool.client.cancel,
-            reader=self._app.reader,
-        )
+        with closing(self._spill):
+            rows = run_rows(
+                self._job,
+                self._chunk,
+                self._submit,
+                is_cancelled=self._is_cancelled,
+                on_progress=self._tell_progress,
+                cancel=self._slot.pool.client.cancel,
+                reader=self._app.reader,
+                spill=self._spill,
+            )
         self._app.on_hop("validated")
         self._commit(rows, parked=False)
         log.info("chunk_done", rows=len(rows), seconds=round(time.monotonic() - started_s, 3))
 
     def _park(self, cause: str) -> None:
         log.error("chunk_parked", reason=cause)
-        self._commit(failed_rows(self._chunk, f"the chunk was parked: {cause}"), parked=True)
+        done = self._spill.read()
+        failed = failed_rows(self._chunk, f"the chunk was parked: {cause}")
+        self._commit([done.get(row.row_index, row) for row in failed], parked=True)
 
     def _commit(self, rows: list[RowResult], parked: bool) -> None:
         if not self._job.commit_part(self._chunk.index, rows, parked=parked):
             log.info("chunk_was_committed", reason="another worker was first")
+        self._spill.remove()
         self._app.on_hop("committed")
 
     def _submit(self, request: Request, constraint: Constraint | None) -> Future[Completion]:

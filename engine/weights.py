@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.gguf_file import GgufFile
 from engine.models import Model
-from engine.models.dense import DenseModel
+from engine.models.decoder import Decoder
 from engine.models.spec import ModelSpec
 from kernels.api import Kernels
 from schemas.errors import ModelError
@@ -49,10 +49,10 @@ def load_model(files: ModelFiles | None, ref: ModelRef, kernels: Kernels, device
     gguf = GgufFile(files.path) if files.layout == "gguf" else None
     spec = read_spec(files, gguf)
     if ref.load_format == "random":
-        return DenseModel(spec, RandomWeights(spec, device, dtype), kernels)
+        return Decoder(spec, RandomWeights(spec, device, dtype), kernels)
     tensors = GgufTensors(gguf, spec) if gguf else SafetensorsFiles(files.path)
     source = CheckpointWeights(tensors, device, dtype)
-    model = DenseModel(spec, source, kernels)
+    model = Decoder(spec, source, kernels)
     source.check_all_used(is_head_tied=spec.tie_embeddings)
     return model
 
@@ -72,12 +72,12 @@ class CheckpointWeights:
         self._tensors, self._device, self._dtype = tensors, device, dtype
         self._used: set[str] = set()
 
-    def get(self, name: str) -> Tensor:
+    def get(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """See WeightSource.get."""
         if name not in self._tensors.names:
             raise ModelError(f"the checkpoint has no tensor {name}: it is not complete or not of this architecture")
         self._used.add(name)
-        return self._tensors.read(name).to(self._device, self._dtype)
+        return self._tensors.read(name).to(self._device, dtype or self._dtype)
 
     def check_all_used(self, *, is_head_tied: bool) -> None:
         """Raise ModelError if the checkpoint holds a tensor that the model did not take."""
@@ -186,17 +186,16 @@ class RandomWeights:
         self._shapes = _shapes(spec)
         self._device, self._dtype = device, dtype
 
-    def get(self, name: str) -> Tensor:
+    def get(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """See WeightSource.get; seeded by the name, so that the order of asking does not matter."""
         suffix = ".".join(name.split(".")[-2:]) if name.startswith("model.layers.") else name
-        shape = self._shapes[suffix]
+        weight = torch.empty(self._shapes[suffix], dtype=dtype or self._dtype, device=self._device)
         if name.endswith("norm.weight"):
-            return torch.ones(shape, dtype=self._dtype, device=self._device)
-        if name.endswith(".bias"):
-            return torch.zeros(shape, dtype=self._dtype, device=self._device)
+            return weight.fill_(1.0)
+        if name.endswith("bias"):
+            return weight.zero_()
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7])
         generator = torch.Generator(self._device).manual_seed(seed)
-        weight = torch.empty(shape, dtype=self._dtype, device=self._device)
         return weight.normal_(0.0, RANDOM_STD, generator=generator)
 
 

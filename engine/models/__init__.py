@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from engine.batch import StepBatch
     from engine.models.spec import ModelSpec
 
     KVCache = list[Tensor]
-    """One tensor [2, num_blocks, block_size, G, D] a layer; only the model looks inside."""
+    """One tensor a layer, of blocks; only the model looks inside."""
 
 
 class Model(Protocol):
@@ -28,9 +29,17 @@ class Model(Protocol):
         ...
 
     def forward(self, batch: StepBatch, cache: KVCache) -> Tensor:
-        """Run all rows, write their keys and values; return final-normed hidden states of logits_rows [L, hidden]."""
+        """Run all rows, write what later rows read of them; return final-normed states of logits_rows [L, hidden]."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Project ``hidden`` [L, hidden] to float32 logits [L, vocab_size]."""
+        ...
+
+
+class WeightSource(Protocol):
+    """Named weights on the model's device."""
+
+    def get(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the tensor of that Hugging Face name in ``dtype``, by default the model's; ModelError if it is absent."""
         ...

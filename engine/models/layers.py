@@ -1,14 +1,25 @@
-"""Rotary frequencies of the rope types that models use. Formulas as in transformers' modeling_rope_utils.
+"""What layer parts are built from: fused projections, and the rotary frequencies of the rope types that models use.
 
-Knows no weights; the operations themselves are kernels'.
+Rotary formulas as in transformers' modeling_rope_utils. Knows no layers; the operations themselves are kernels'.
 """
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from engine.models import WeightSource
 from engine.models.spec import RopeSpec
+from kernels.api import Kernels
+
+
+def pack_fused(source: WeightSource, kernels: Kernels, modules: Sequence[str], *, has_bias: bool = False) -> Any:
+    """Pack linear modules of one input as a single projection whose outputs follow each other."""
+    weight = torch.cat([source.get(f"{module}.weight") for module in modules])
+    bias = torch.cat([source.get(f"{module}.bias") for module in modules]) if has_bias else None
+    return kernels.pack_weight(weight, bias)
 
 
 class Rotary:

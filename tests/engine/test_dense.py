@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.models.dense import DenseModel
+from engine.models.decoder import Decoder
 from engine.weights import load_model
 from kernels.reference import ReferenceKernels
 from schemas.model_files import ModelFiles
@@ -33,16 +33,16 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {family: (family, {}) for fami
 }
 
 
-def load_tiny(directory: Path, dtype: str = "float32") -> DenseModel:
+def load_tiny(directory: Path, dtype: str = "float32") -> Decoder:
     ref = ModelRef(name=str(directory), digest="0" * 16, dtype=dtype)  # type: ignore[arg-type]
     kernels = ReferenceKernels(CPU, getattr(torch, dtype))
     model = load_model(ModelFiles(directory, "huggingface"), ref, kernels, CPU)
-    assert isinstance(model, DenseModel)
+    assert isinstance(model, Decoder)
     return model
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[DenseModel, Any]:
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Decoder, Any]:
     from transformers import AutoModelForCausalLM
 
     family, overrides = VARIANTS[request.param]
@@ -60,7 +60,7 @@ def random_ids(length: int, seed: int) -> list[int]:
     return torch.randint(3, VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def test_a_whole_prompt_has_the_oracles_logits_at_every_row(pair: tuple[DenseModel, Any]) -> None:
+def test_a_whole_prompt_has_the_oracles_logits_at_every_row(pair: tuple[Decoder, Any]) -> None:
     model, oracle = pair
     ids = random_ids(61, seed=1)
     cache = model.alloc_cache(32, BLOCK_SIZE)
@@ -70,7 +70,7 @@ def test_a_whole_prompt_has_the_oracles_logits_at_every_row(pair: tuple[DenseMod
     )
 
 
-def test_chunks_then_decode_steps_have_the_oracles_logits(pair: tuple[DenseModel, Any]) -> None:
+def test_chunks_then_decode_steps_have_the_oracles_logits(pair: tuple[Decoder, Any]) -> None:
     model, oracle = pair
     ids = random_ids(45, seed=2)
     expected = expected_logits(oracle, ids)
@@ -82,7 +82,7 @@ def test_chunks_then_decode_steps_have_the_oracles_logits(pair: tuple[DenseModel
         torch.testing.assert_close(logits[0], expected[start - 1], atol=TOLERANCE, rtol=0)
 
 
-def test_a_mixed_batch_has_the_oracles_logits(pair: tuple[DenseModel, Any]) -> None:
+def test_a_mixed_batch_has_the_oracles_logits(pair: tuple[Decoder, Any]) -> None:
     model, oracle = pair
     prefix = random_ids(16, seed=4)
     prompts = [prefix + random_ids(length, seed=length) for length in (5, 17, 3, 9, 4, 30, 12)]

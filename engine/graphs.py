@@ -48,6 +48,7 @@ class Recorded:
     fields: Mapping[str, np.ndarray]  # ... through these views ...
     table: np.ndarray
     inputs: Tensor  # ... and copied here
+    batch: StepBatch  # what the graph reads: views of ``inputs``, and constants that must outlive it
     logits: Tensor  # float32 [rows, V]
     was_copied: torch.cuda.Event
 
@@ -105,7 +106,7 @@ class DecodeGraphs:
         with torch.cuda.graph(graph, pool=pool):
             logits = model.logits(model.forward(batch, cache))
         host = {name: field.numpy() for name, field in fields.items()}
-        return Recorded(graph, pinned, host, table.numpy(), inputs, logits, torch.cuda.Event())  # type: ignore[no-untyped-call]
+        return Recorded(graph, pinned, host, table.numpy(), inputs, batch, logits, torch.cuda.Event())  # type: ignore[no-untyped-call]
 
 
 def _split(flat: Tensor, size: int) -> tuple[dict[str, Tensor], Tensor]:

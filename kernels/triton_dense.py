@@ -139,7 +139,7 @@ def _attend_decode(q: Tensor, cache: Tensor, out: Tensor, batch: AttentionBatch,
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "first_seq", "num_seqs"])  # they change from step to step
 def _paged_attention(
     q, cache, out, partial, weight, block_table, seq_lens, query_starts, scale_log2, table_stride, value_offset,
     first_seq, num_seqs,

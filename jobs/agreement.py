@@ -9,13 +9,21 @@ from jobs.arrow_types import output_names
 from jobs.job import Job
 from jobs.source import ChunkReader
 
+MAX_CLASSES = 1000  # distinct gold values; with more, a constant answer is nobody's rival
+
 
 @dataclass(frozen=True)
 class Agreement:
-    """``num_equal`` of ``num_compared`` rows: those that have a label and a gold value."""
+    """``num_equal`` of ``num_compared`` rows: those that have a label and a gold value.
+
+    ``commonest`` is the gold value that a constant answer would best be, right in ``num_commonest`` of them; None
+    where gold values are no few classes.
+    """
 
     num_equal: int
     num_compared: int
+    commonest: str | None = None
+    num_commonest: int = 0
 
     @property
     def share(self) -> float | None:
@@ -30,6 +38,7 @@ def measure_agreement(job: Job) -> Agreement | None:
         return None
     label_column, reader = output_names(job.spec.output_column)[0], ChunkReader()
     num_equal = num_compared = 0
+    classes: Counter[str] = Counter()
     try:
         for chunk in job.chunks:
             labels = job.read_part(chunk.index)[label_column].to_pylist()
@@ -38,9 +47,13 @@ def measure_agreement(job: Job) -> Agreement | None:
                 if label is not None and gold is not None:
                     num_compared += 1
                     num_equal += agrees(label, gold, gold_column)
+                    if len(classes) <= MAX_CLASSES:
+                        classes[_as_text(gold)] += 1
     finally:
         reader.close()
-    return Agreement(num_equal, num_compared)
+    if not 1 < len(classes) <= min(MAX_CLASSES, num_compared // 2):
+        return Agreement(num_equal, num_compared)
+    return Agreement(num_equal, num_compared, *classes.most_common(1)[0])
 
 
 def agrees(label: Any, gold: Any, gold_column: str) -> bool:

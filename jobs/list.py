@@ -23,13 +23,13 @@ def main(settings: Settings, *, as_json: bool) -> None:
             [
                 fields["job_id"],
                 str(fields["state"]),
-                fields["created"],
+                f"{fields['created'][:16].replace('T', ' ')}Z",
                 f"{sum(fields['counts'].values()):,} of {fields['num_rows']:,}",
                 show.format_counts(fields["counts"]),
             ]
             for fields in described
         ]
-        show.print_table(["job", "state", "created", "rows", "counts"], rows)
+        show.print_table(["job", "state", "created", "rows", "counts"], rows, num_whole=4)
 
 
 if __name__ == "__main__":

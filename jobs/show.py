@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
+import pyarrow as pa
 
 from jobs.agreement import Agreement, measure_agreement
 from jobs.arrow_types import output_names
@@ -15,7 +16,7 @@ from jobs.finish import output_store
 from jobs.job import Job, Success
 from jobs.local_worker import worker_command
 from jobs.progress import plain_counts
-from jobs.prompts import Prompt, Refusal
+from jobs.prompts import Prompt, PromptBuilder, Refusal
 from jobs.queue import Queue
 from jobs.store import absolute_location, open_input
 from schemas.errors import BrokerError, NightmillError
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 NUM_SHOWN_ROWS = 5
 MAX_SHOWN_COLUMNS = 3
 MAX_CELL_CHARS = 60
+COLUMN_GAP = 2
+MIN_COLUMN_WIDTH = 6
 PLAIN_WIDTH = 200  # of tables that go to a file or a pipe
 
 
@@ -83,7 +86,8 @@ def show_queued(job: Job, settings: Settings, *, as_json: bool) -> None:
     if as_json:
         echo_json({"event": "queued", "job_id": job.job_id, "rows": job.num_rows, "workers": workers})
         return
-    click.echo(f"queued {job.job_id}: {job.num_rows:,} rows in {len(job.chunks):,} chunks\n{workers}")
+    num_chunks = f"{len(job.chunks):,} chunk{'s' if len(job.chunks) != 1 else ''}"
+    click.echo(f"queued {job.job_id}: {job.num_rows:,} rows in {num_chunks}\n{workers}")
     click.echo(f"look: python -m jobs.status {job.job_id}")
 
 
@@ -230,51 +234,86 @@ def _try_agreement(job: Job) -> tuple[Agreement | None, str | None]:
 def _describe_agreement(agreement: Agreement | None) -> str:
     if agreement is None or agreement.share is None:
         return "no row has both a label and a gold value"
-    return f"{agreement.share:.1%} ({agreement.num_equal:,} of {agreement.num_compared:,} labelled rows)"
+    text = f"{agreement.num_equal:,} of {agreement.num_compared:,} labelled rows"
+    if agreement.commonest is not None:
+        text += f"; always {agreement.commonest!r}: {agreement.num_commonest / agreement.num_compared:.1%}"
+    return f"{agreement.share:.1%} ({text})"
 
 
 def _print_first_rows(job: Job, success: Success) -> None:
-    """Print the first rows of the first output that has any: some input columns, the label, the status."""
+    """Print the first rows of the first output that has any: what was asked, gold, the label, the status."""
     first = next((file for file in success.outputs if file.num_rows), None)
     if first is None:
         return
     label, _, status, error, _ = output_names(job.spec.output_column)
-    rows, names = _read_first_rows(first.uri)
-    added = output_names(job.spec.output_column)
-    shown = [name for name in names if name not in added][:MAX_SHOWN_COLUMNS]
-    columns = [*shown, label, status]
+    rows, schema = _read_first_rows(first.uri)
+    fields = _label_fields(label, schema.field(label).type)
+    rows = [{**row, **{name: (row[label] or {}).get(key) for name, key in fields.items()}} for row in rows]
+    columns = [*_shown_inputs(job, schema.names), *(fields or [label]), status]
     if any(row[error] for row in rows):
         columns.append(error)
     print_table(columns, [[_cell(row[name]) for name in columns] for row in rows])
 
 
-def _read_first_rows(uri: str) -> tuple[list[dict[str, Any]], list[str]]:
+def _shown_inputs(job: Job, names: Sequence[str]) -> list[str]:
+    """The input columns that a reader needs beside a label: those of the prompt, else the first ones, and gold."""
+    gold, added = job.spec.gold_column, output_names(job.spec.output_column)
+    inputs = [name for name in names if name not in added and name != gold]
+    asked = [name for name in PromptBuilder(job.spec, job.input_schema).columns if name in inputs]
+    return [*(asked or inputs)[:MAX_SHOWN_COLUMNS], *([gold] if gold in names else [])]
+
+
+def _label_fields(label: str, kind: pa.DataType) -> dict[str, str]:
+    """Column names for the fields of a small object, which then has no column of its own."""
+    if not pa.types.is_struct(kind) or not 0 < kind.num_fields <= MAX_SHOWN_COLUMNS:
+        return {}
+    return {f"{label}.{field.name}": field.name for field in kind.fields}
+
+
+def _read_first_rows(uri: str) -> tuple[list[dict[str, Any]], pa.Schema]:
     import pyarrow.parquet as pq
 
     with open_input(uri) as source:
         file = pq.ParquetFile(source)
         batch = next(file.iter_batches(NUM_SHOWN_ROWS), None)
-        return ([] if batch is None else batch.to_pylist()), file.schema_arrow.names
+        return ([] if batch is None else batch.to_pylist()), file.schema_arrow
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table to stdout."""
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], num_whole: int = 0) -> None:
+    """Print a table to stdout, one line a row: where it is too wide, the widest columns give way.
+
+    The first ``num_whole`` columns are never cut.
+    """
+    from rich.cells import cell_len
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in columns:
-        table.add_column(Text(name), overflow="ellipsis", no_wrap=True)
+    console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
+    natural = [max(map(cell_len, cells)) for cells in zip(columns, *rows, strict=True)]
+    table = Table(box=None, pad_edge=False, padding=(0, COLUMN_GAP, 0, 0), header_style="bold")
+    room = console.width - COLUMN_GAP * len(columns) - sum(natural[:num_whole])
+    for name, width in zip(columns, natural[:num_whole] + fit_widths(natural[num_whole:], room), strict=True):
+        table.add_column(Text(name), overflow="ellipsis", no_wrap=True, width=width)
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
-    is_terminal = sys.stdout.isatty()
-    Console(width=None if is_terminal else PLAIN_WIDTH).print(table)
+    with console.capture() as capture:
+        console.print(table)
+    click.echo("\n".join(line.rstrip() for line in capture.get().splitlines()))
+
+
+def fit_widths(natural: Sequence[int], available: int) -> list[int]:
+    """Widths of columns that sum up to ``available`` at most, unless that makes them unreadable."""
+    widths = list(natural)
+    while sum(widths) > available and max(widths) > MIN_COLUMN_WIDTH:
+        widths[widths.index(max(widths))] -= 1
+    return widths
 
 
 def _cell(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    text = " ".join(text.split()) if value is not None else ""
+    is_json = isinstance(value, dict | list | bool)
+    text = json.dumps(value, ensure_ascii=False, default=str) if is_json else "" if value is None else str(value)
+    text = " ".join(text.split())
     return text if len(text) <= MAX_CELL_CHARS else text[: MAX_CELL_CHARS - 1] + "…"
 
 

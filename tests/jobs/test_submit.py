@@ -223,7 +223,8 @@ def test_a_finished_job_is_shown_at_once(machine: Machine) -> None:
     events = json_lines(machine.submit(data, "--gold", "kind", "--json"))
     assert [event["event"] for event in events] == ["summary"]
     assert events[0]["counts"] == {"ok": 10}
-    assert events[0]["agreement"] == {"num_equal": 5, "num_compared": 10, "share": 0.5}
+    expected = {"num_equal": 5, "num_compared": 10, "commonest": "b", "num_commonest": 5, "share": 0.5}
+    assert events[0]["agreement"] == expected
 
 
 @pytest.mark.parametrize(("status", "code"), [(RowStatus.OK, 0), (RowStatus.INVALID, 1)])

@@ -28,7 +28,10 @@ from schemas.records import Completion, Constraint, ConstraintKind, Message, Req
 from schemas.settings import EngineSettings
 
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
-"""Plain text (no chat template), a conversation (through the model's chat template), or token ids."""
+"""Plain text (no chat template), a conversation (through the model's chat template), or token ids.
+
+The name of a special token is that token in plain text, as in a prompt rendered by the caller; in a message it is text.
+"""
 
 SCHEMA_TYPES = {
     "json": ConstraintKind.JSON_SCHEMA,

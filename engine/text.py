@@ -11,6 +11,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerFast
 
+from engine.encoder import Encoder
 from engine.gguf_file import GgufFile
 from schemas.errors import ModelError, PromptError
 from schemas.model_files import ModelFiles, read_config
@@ -34,17 +35,28 @@ class Text:
         end_ids.add(self.tokenizer.eos_token_id)
         self.eos_token_ids: frozenset[int] = frozenset(token_id for token_id in end_ids if token_id is not None)
         self.vocab_size: int = max(self.tokenizer.get_vocab().values()) + 1
+        added = self.tokenizer.added_tokens_decoder.items()
+        control_ids = {token.content: token_id for token_id, token in added if token.special or token_id in end_ids}
+        self._encoder = Encoder(self.tokenizer.backend_tokenizer, control_ids)
 
     def encode_request(self, request: Request) -> list[int]:
         """Tokenise a request: messages by the chat template, text as it is, token ids untouched.
 
+        Special tokens come from the template, or from text outside ``data_spans``: their names in a message or in data
+        are text, so that no row can forge a turn.
         Raises PromptError for a conversation that the template refuses, or a model without one.
         """
         if request.token_ids is not None:
             return list(request.token_ids)
         if request.messages is not None:
-            return self._encode(self.render(request.messages), add_special_tokens=False)
-        return self._encode(request.text or "", add_special_tokens=True)
+            protect = self._encoder.protect
+            messages = [Message(role=protect(each.role), content=protect(each.content)) for each in request.messages]
+            return self._encoder.encode(self.render(messages))
+        text = request.text or ""
+        protected = self._encoder.protect_spans(text, request.data_spans)
+        if protected == text:
+            return self._encode(text, add_special_tokens=True)
+        return [*self._encode("", add_special_tokens=True), *self._encoder.encode(protected)]
 
     def render(self, messages: Sequence[Message]) -> str:
         """Apply the chat template, up to where the assistant's answer begins."""

@@ -3,6 +3,7 @@
 Gold and output columns never enter a prompt. What is wrong for every row raises; what is wrong for one is a Refusal.
 """
 
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,6 +24,9 @@ from schemas.records import Constraint, ConstraintKind, JobSpec, Message, RowSta
 ROW_NAME = "row"
 """In templates and filters, ``row["any name"]`` reaches columns whose names are no identifiers."""
 
+DATA_EDGE = "\ufdd0"
+"""Around a row's values while a plain completion's text is made; a code point that Unicode gives to nobody."""
+
 
 class Prompt(NamedTuple):
     """What is asked for one row: ``text`` or ``messages``. Equal content keys are equal questions."""
@@ -32,6 +36,7 @@ class Prompt(NamedTuple):
     constraint: Constraint | None
     constraint_key: str | None
     content_key: str
+    data_spans: tuple[tuple[int, int], ...] = ()  # where ``text`` is the row's: no special token is read there
 
 
 class Refusal(NamedTuple):
@@ -53,7 +58,8 @@ class PromptBuilder:
         self._spec = spec
         self._hidden = {*output_names(spec.output_column), spec.gold_column}
         self._visible = [name for name in schema.names if name not in self._hidden]
-        self._environment = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, finalize=_refuse_null)
+        finalize = _refuse_null if spec.chat else _mark_data
+        self._environment = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, finalize=finalize)
         self._columns: set[str] = set()
         self._is_kept = self._compile_where(schema) if spec.where is not None else None
         self._content = self._compile_content(schema)
@@ -90,8 +96,9 @@ class PromptBuilder:
             parts = [part for message in messages for part in (message.role, message.content)]
             return Prompt(None, messages, *keyed, short_hash(constraint_key, *parts))
         text = content if isinstance(content, str) else "\n\n".join(message.content for message in content)
-        text = f"{self._system}\n\n{text}" if self._system else text
-        return Prompt(text, None, *keyed, short_hash(constraint_key, text))
+        marked = text if self._spec.prompt_template is not None else _mark_data(text)
+        text, data_spans = _split_data(f"{self._system}\n\n{marked}" if self._system else marked)
+        return Prompt(text, None, *keyed, short_hash(constraint_key, text), data_spans)
 
     def _compile_content(self, schema: pa.Schema) -> Callable[[Mapping[str, Any]], str | tuple[Message, ...]]:
         spec = self._spec
@@ -121,7 +128,7 @@ class PromptBuilder:
         self._refuse_hidden(used, "the template")
         check_columns(sorted(used), pa.schema([schema.field(name) for name in self._visible]), "the template")
         self._columns.update(self._visible if whole_row else used)
-        template = self._environment.from_string(source)
+        template = self._environment.from_string(source.replace(DATA_EDGE, ""))
         visible = [name for name in self._visible if whole_row or name in used]
 
         def render(row: Mapping[str, Any]) -> str:
@@ -130,7 +137,8 @@ class PromptBuilder:
                 text = template.render({ROW_NAME: values, **values})
             except Exception as error:
                 raise _RowError(f"template: {_reason(error)}") from error
-            return _text_of("the rendered template", text)
+            _text_of("the rendered template", text.replace(DATA_EDGE, ""))
+            return text
 
         return render
 
@@ -230,6 +238,18 @@ def _refuse_null(value: Any) -> Any:
     if value is None:
         raise _RowError('a value is null: write {{ name or "" }} if that is meant')
     return value
+
+
+def _mark_data(value: Any) -> str:
+    text = str(_refuse_null(value)).replace(DATA_EDGE, "")
+    return f"{DATA_EDGE}{text}{DATA_EDGE}"
+
+
+def _split_data(marked: str) -> tuple[str, tuple[tuple[int, int], ...]]:
+    """Return the text without its marks, and the spans that were between two of them."""
+    parts = marked.split(DATA_EDGE)
+    ends = list(itertools.accumulate(map(len, parts)))
+    return "".join(parts), tuple((ends[index - 1], ends[index]) for index in range(1, len(parts), 2))
 
 
 def _text_of(name: str, value: Any) -> str:

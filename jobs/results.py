@@ -152,6 +152,7 @@ class _ChunkRun:
             request_id=f"{self._name}:{row.index}:{completion_index}:{attempt}",
             text=row.prompt.text,
             messages=row.prompt.messages,
+            data_spans=row.prompt.data_spans,
             constraint_key=row.prompt.constraint_key,
             sampling=sampling,
             seed=row_seed(self._spec.seed, row.prompt.content_key, completion_index, attempt),

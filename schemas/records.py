@@ -204,6 +204,7 @@ class Request(Record):
     text: str | None = None
     messages: tuple[Message, ...] | None = None
     token_ids: tuple[int, ...] | None = None
+    data_spans: tuple[tuple[int, int], ...] = ()  # of ``text``: there the name of a special token is text
     constraint_key: str | None = None
     sampling: Sampling = Sampling()
     seed: int = 0

@@ -162,6 +162,19 @@ def test_a_plain_completion_is_text_and_only_the_users_system_text_comes_before_
     assert build({"q": "x"}, chat=False, system="S")[:2] == ("S\n\nx", None)
 
 
+def test_a_plain_completion_says_which_of_its_text_is_the_rows() -> None:
+    def data(row: dict[str, Any], **fields: Any) -> list[str]:
+        prompt = build(row, chat=False, **fields)
+        assert isinstance(prompt, Prompt)
+        return [prompt.text[start:end] for start, end in prompt.data_spans]
+
+    assert data({"q": "x<|im_end|>"}, system="<|im_start|>") == ["x<|im_end|>"]
+    assert data({"a": "1", "b": "\ufdd0"}) == ["a: 1\nb: "]
+    template = "{% set both %}{{ a }}+{{ b }}{% endset %}<s>{{ a | upper }}</s>{% if b %}{{ both }}{% endif %}."
+    assert data({"a": "x", "b": 2}, prompt_template=template) == ["X", "x+2"]
+    assert build({"a": "x", "b": 2}, chat=False, prompt_template=template).text == "<s>X</s>x+2."
+
+
 def test_equal_questions_have_equal_content_keys_and_others_do_not() -> None:
     keys = {
         build({"q": q}, constraint=c, chat=chat).content_key

@@ -1,10 +1,12 @@
 """The tensor operations the engine needs; each docstring is the specification that every backend is tested against.
 
 Shape legend: N rows of a step (tokens), S sequences, L logit rows, H query heads, G key-value heads, D head size,
-B block size, M blocks per sequence (padded), V vocabulary, W = ceil(V / 32) mask words. Knows nothing of requests.
+B block size, M blocks per sequence (padded), V vocabulary, W = ceil(V / 32) mask words; R latent size, P rotary size;
+E experts, K experts of a row, X rows sorted by expert, I inner size. Knows nothing of requests.
 """
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -39,6 +41,40 @@ class SamplingBatch:
     top_p: Tensor | None = None  # float32 [L]; 1: off
     min_p: Tensor | None = None  # float32 [L]; 0: off
     is_all_greedy: bool = False
+
+
+class Scoring(StrEnum):
+    """How a router's logits become scores, in fp32."""
+
+    SOFTMAX = "softmax"
+    SIGMOID = "sigmoid"
+
+
+@dataclass(frozen=True)
+class Gate:
+    """How a router picks experts: DeepSeek-V2 (arXiv:2405.04434), DeepSeek-V3 (2412.19437), Qwen3 (2505.09388)."""
+
+    scoring: Scoring
+    num_selected: int  # K
+    num_groups: int = 1  # experts come in so many equal runs ...
+    num_groups_selected: int = 1  # ... of which only so many may be picked from
+    num_best_in_group: int = 1  # a group's score is the sum of so many of its highest scores
+    is_normalized: bool = False  # weights of a row sum up to ``scale``
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class ExpertRows:
+    """The N * K pairs (row, chosen expert) sorted by expert, then by row: what a grouped GEMM computes.
+
+    Each expert's run is padded to a multiple of the backend's row alignment. X depends on N, K, E and the alignment
+    alone, so that a CUDA graph can hold it.
+    """
+
+    sources: Tensor  # int64 [X]: the row that is copied here; 0 for padding
+    experts: Tensor  # int32 [X]: its expert; -1 for padding (DeepGEMM's grouped_layout)
+    ends: Tensor  # int32 [E]: where each expert's run ends, its padding included
+    places: Tensor  # int64 [N, K]: where each pair went
 
 
 @dataclass(frozen=True)
@@ -82,6 +118,50 @@ class Kernels(Protocol):
         """Causal attention of q [N, H, D] over the cache (rows already written): [N, H, D].
 
         Head h reads key-value head h // (H // G). With ``window`` w a row at position p sees p - w + 1 .. p.
+        """
+
+    def write_latent(self, cache: Tensor, slots: Tensor, latent: Tensor, k_rope: Tensor) -> None:
+        """Store latent [N, R] and rotated k_rope [N, P] side by side at ``slots``, in place.
+
+        One layer's cache is [num_blocks, B, 1, R + P], contiguous, and for FlashMLA [num_blocks, 64, 1, 512 + 64].
+        """
+
+    def pack_up_projection(self, weight: Tensor, num_heads: int, key_size: int) -> Any:
+        """Prepare ``weight`` [H * (D + Dv), R], each head's D = key_size key rows before its Dv value rows."""
+
+    def latent_attention(
+        self, q: Tensor, q_rope: Tensor, cache: Tensor, batch: AttentionBatch, up: Any, *, scale: float
+    ) -> Tensor:
+        """Causal multi-head latent attention (arXiv:2405.04434) over the cache, rows already written: [N, H, Dv].
+
+        q [N, H, D] and the rotated q_rope [N, H, P] are one query; its key is (latent projected up by the head's key
+        rows, k_rope), its value the latent projected up by the head's value rows. The backend decides which rows
+        project cached latents up and which absorb the projection into query and output.
+        """
+
+    def route(self, logits: Tensor, gate: Gate, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Pick K experts a row from fp32 logits [N, E]: (weights float32 [N, K], experts int64 [N, K]).
+
+        ``bias`` float32 [E] is added to the scores for picking only. Groups first, then experts of the picked groups,
+        highest score first, lowest index on ties. Weights are scores without bias, normalised if asked, times scale.
+        """
+
+    row_alignment: int
+    """Rows of one expert in ``grouped_linear`` come in multiples of this; 128 for DeepGEMM on Hopper."""
+
+    def pack_experts(self, gate_up: Tensor, down: Tensor) -> Any:
+        """Prepare the weights [E, 2I, hidden] and [E, hidden, I] of E gated MLPs for ``experts_mlp``."""
+
+    def grouped_linear(self, x: Tensor, weight: Tensor, rows: ExpertRows) -> Tensor:
+        """``x`` [X, in] times its row's expert of ``weight`` [E, out, in], transposed: [X, out]; undefined in padding.
+
+        Operands are contiguous: DeepGEMM's m_grouped_bf16_gemm_nt_contiguous, torch's grouped_mm by ``rows.ends``.
+        """
+
+    def experts_mlp(self, x: Tensor, weights: Tensor, experts: Tensor, packed: Any) -> Tensor:
+        """Sum of K gated MLPs a row of ``x`` [N, hidden], times their weights, in fp32 and in slot order: [N, hidden].
+
+        ``weights`` float32 and ``experts`` int64 [N, K] come from ``route``; a row's result does not depend on others.
         """
 
     def apply_token_bitmask(self, logits: Tensor, bitmask: Tensor) -> None:

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.api import AttentionBatch, SamplingBatch
+from kernels.api import AttentionBatch, ExpertRows, Gate, SamplingBatch
+from kernels.reference_mla import UpProjection, absorb, attend_rows, project_values, split_up_projection
+from kernels.reference_moe import PackedExperts, combine, grouped_linear, route, sort_by_expert
 from kernels.sampling import sample
 
 MIN_SHARERS = 4
@@ -71,6 +73,7 @@ class ReferenceKernels:
     """Operations in torch for any device; on a CPU with oneDNN-prepacked weights where that works for ``dtype``."""
 
     name = "reference"
+    row_alignment = 1
 
     def __init__(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> None:
         self.dtype = dtype
@@ -124,6 +127,49 @@ class ReferenceKernels:
         for part in plan.prefills:
             _attend_prefill(q, cache, part, scale, out)
         return out
+
+    def write_latent(self, cache: Tensor, slots: Tensor, latent: Tensor, k_rope: Tensor) -> None:
+        """See Kernels.write_latent."""
+        cache.flatten(0, 2).index_copy_(0, slots, torch.cat((latent, k_rope), dim=-1))
+
+    def pack_up_projection(self, weight: Tensor, num_heads: int, key_size: int) -> UpProjection:
+        """See Kernels.pack_up_projection."""
+        return split_up_projection(weight, num_heads, key_size)
+
+    def latent_attention(
+        self, q: Tensor, q_rope: Tensor, cache: Tensor, batch: AttentionBatch, up: UpProjection, *, scale: float
+    ) -> Tensor:
+        """See Kernels.latent_attention; decodes are grouped attention with one head whose value is its key."""
+        plan = self._plan_for(batch, Layout(cache.shape[1], q.dtype, None))
+        out = q.new_empty(len(q), *up.values.shape[:2])
+        if decodes := batch.num_decodes:
+            absorbed = absorb(q[:decodes], q_rope[:decodes], up)
+            latents = torch.empty_like(absorbed)
+            for group in plan.decodes:
+                _attend_decodes(absorbed, cache.expand(2, *cache.shape), group, scale, latents)
+            out[:decodes] = project_values(latents[..., : up.values.shape[2]], up)
+        for part in plan.prefills:
+            keys = cache.index_select(0, part.blocks).flatten(0, 2)[: part.num_keys]
+            out[part.rows] = attend_rows(q[part.rows], q_rope[part.rows], keys, up, mask=part.mask, scale=scale)
+        return out
+
+    def route(self, logits: Tensor, gate: Gate, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """See Kernels.route."""
+        return route(logits, gate, bias)
+
+    def pack_experts(self, gate_up: Tensor, down: Tensor) -> PackedExperts:
+        """See Kernels.pack_experts."""
+        return PackedExperts(gate_up, down)
+
+    def grouped_linear(self, x: Tensor, weight: Tensor, rows: ExpertRows) -> Tensor:
+        """See Kernels.grouped_linear."""
+        return grouped_linear(x, weight, rows)
+
+    def experts_mlp(self, x: Tensor, weights: Tensor, experts: Tensor, packed: PackedExperts) -> Tensor:
+        """See Kernels.experts_mlp; a backend with another grouped GEMM replaces ``grouped_linear`` alone."""
+        rows = sort_by_expert(experts, len(packed.down), self.row_alignment)
+        inner = self.silu_mul(self.grouped_linear(x[rows.sources], packed.gate_up, rows))
+        return combine(self.grouped_linear(inner, packed.down, rows), weights, rows)
 
     def apply_token_bitmask(self, logits: Tensor, bitmask: Tensor) -> None:
         """See Kernels.apply_token_bitmask."""

@@ -41,5 +41,5 @@ class WeightSource(Protocol):
     """Named weights on the model's device."""
 
     def get(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the tensor of that Hugging Face name in ``dtype``, by default the model's; ModelError if it is absent."""
+        """Return the tensor of that Hugging Face name in ``dtype``, else the model's. ModelError if it is absent."""
         ...

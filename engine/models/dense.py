@@ -12,7 +12,7 @@ from kernels.api import AttentionBatch, Kernels
 
 
 class GroupedAttention:
-    """Implements decoder.Attention: H query heads over G cached key and value heads; q, k, v fused in one projection."""
+    """Implements decoder.Attention: H query heads over G cached key and value heads."""
 
     def __init__(self, spec: ModelSpec, index: int, source: WeightSource, kernels: Kernels) -> None:
         prefix = f"model.layers.{index}.self_attn."

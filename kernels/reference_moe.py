@@ -1,0 +1,87 @@
+"""Mixture-of-experts operations in plain torch: routing, sorting by expert, grouped GEMM, weighted sum.
+
+Shape legend as in kernels.api. Nothing here reads a tensor on the host but the loop of ``grouped_linear``.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kernels.api import ExpertRows, Gate, Scoring
+
+
+@dataclass(frozen=True)
+class PackedExperts:
+    """Stacked weights of E gated MLPs."""
+
+    gate_up: Tensor  # [E, 2I, hidden]
+    down: Tensor  # [E, hidden, I]
+
+
+def route(logits: Tensor, gate: Gate, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """See Kernels.route."""
+    scores = logits.softmax(dim=-1) if gate.scoring is Scoring.SOFTMAX else logits.sigmoid()
+    ranking = scores if bias is None else scores + bias
+    if gate.num_groups > 1:
+        ranking = _hide_other_groups(ranking, gate)
+    experts = _top_indices(ranking, gate.num_selected)
+    weights = scores.gather(1, experts)
+    if gate.is_normalized:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+    return weights * gate.scale, experts
+
+
+def _hide_other_groups(ranking: Tensor, gate: Gate) -> Tensor:
+    grouped = ranking.unflatten(1, (gate.num_groups, -1))
+    group_scores = grouped.topk(gate.num_best_in_group, dim=-1).values.sum(dim=-1)
+    is_picked = torch.zeros_like(group_scores, dtype=torch.bool)
+    is_picked.scatter_(1, _top_indices(group_scores, gate.num_groups_selected), True)
+    return grouped.masked_fill(~is_picked[..., None], -torch.inf).flatten(1)  # biased scores may be below zero
+
+
+def _top_indices(values: Tensor, count: int) -> Tensor:
+    """Indices of the largest values of each row, lowest index first on ties, which torch.topk does not promise."""
+    return values.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+
+
+def sort_by_expert(experts: Tensor, num_experts: int, alignment: int) -> ExpertRows:
+    """Lay the pairs (row, expert) of int64 [N, K] out for a grouped GEMM."""
+    num_pairs, device = experts.numel(), experts.device
+    num_rows = num_pairs + min(num_pairs, num_experts) * (alignment - 1)
+    num_rows = -(-num_rows // alignment) * alignment
+    sorted_experts, order = experts.flatten().sort(stable=True)
+    bounds = torch.searchsorted(sorted_experts, torch.arange(num_experts + 1, device=device))
+    padded_counts = (bounds.diff() + alignment - 1) // alignment * alignment
+    ends = padded_counts.cumsum(0)
+    shifts = ends - padded_counts - bounds[:-1]
+    places_in_order = torch.arange(num_pairs, device=device) + shifts[sorted_experts]
+    sources = torch.zeros(num_rows, dtype=torch.int64, device=device)
+    sources[places_in_order] = order // experts.shape[1]
+    expert_of = torch.full((num_rows,), -1, dtype=torch.int32, device=device)
+    expert_of[places_in_order] = sorted_experts.int()
+    places = torch.empty_like(order)
+    places[order] = places_in_order
+    return ExpertRows(sources, expert_of, ends.int(), places.view_as(experts))
+
+
+def grouped_linear(x: Tensor, weight: Tensor, rows: ExpertRows) -> Tensor:
+    """See Kernels.grouped_linear; in bfloat16 on CUDA one call of torch, else one linear for each expert."""
+    if x.is_cuda and x.dtype == torch.bfloat16:
+        return torch._grouped_mm(x, weight.transpose(1, 2), offs=rows.ends)
+    out = x.new_zeros(len(x), weight.shape[1])
+    start = 0
+    for expert, end in enumerate(rows.ends.tolist()):
+        if end > start:
+            out[start:end] = functional.linear(x[start:end], weight[expert])
+        start = end
+    return out
+
+
+def combine(y: Tensor, weights: Tensor, rows: ExpertRows) -> Tensor:
+    """Weighted sum over each row's slots, in slot order: y [X, hidden], weights [N, K] -> [N, hidden] in y's dtype."""
+    total = y[rows.places[:, 0]].float() * weights[:, :1]
+    for slot in range(1, weights.shape[1]):
+        total.addcmul_(y[rows.places[:, slot]].float(), weights[:, slot, None])
+    return total.to(y.dtype)

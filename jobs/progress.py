@@ -39,8 +39,9 @@ class BarReporter:
         self._progress.start()
 
     def update(self, snapshot: Snapshot) -> None:
-        """Redraw."""
-        self._progress.update(self._task, completed=snapshot.num_done, description=describe(snapshot))
+        """Redraw. Seconds before the first rows are counted: nothing to see is not nothing happening."""
+        waited = "" if snapshot.num_done else f" · {format_duration(snapshot.elapsed_s)}"
+        self._progress.update(self._task, completed=snapshot.num_done, description=describe(snapshot) + waited)
 
     def note(self, text: str) -> None:
         """Print above the bar."""
@@ -57,13 +58,13 @@ class LineReporter:
     def __init__(self, stream: IO[str] | None = None) -> None:
         self._stream = stream
         self._next_s = 0.0
-        self._shown = -1
+        self._shown = (-1, False)
         self._last: Snapshot | None = None
 
     def update(self, snapshot: Snapshot) -> None:
         """Print if it is time."""
         self._last = snapshot
-        if time.monotonic() >= self._next_s and snapshot.num_done != self._shown:
+        if time.monotonic() >= self._next_s and news(snapshot) != self._shown:
             self._print(snapshot)
 
     def note(self, text: str) -> None:
@@ -72,12 +73,12 @@ class LineReporter:
 
     def close(self) -> None:
         """Print the last state if it was not shown."""
-        if self._last is not None and self._last.num_done != self._shown:
+        if self._last is not None and self._last.num_done != self._shown[0]:
             self._print(self._last)
 
     def _print(self, snapshot: Snapshot) -> None:
         self._next_s = time.monotonic() + LINE_INTERVAL_S
-        self._shown = snapshot.num_done
+        self._shown = news(snapshot)
         self.note(f"{snapshot.num_done:,} / {snapshot.num_rows:,} rows  {describe(snapshot)}")
 
 
@@ -85,11 +86,11 @@ class JsonReporter:
     """One JSON object a line: ``{"event": "progress" | "note", ...}``; progress only when it changed."""
 
     def __init__(self) -> None:
-        self._shown: tuple[int, int] | None = None
+        self._shown: tuple[int, int, bool] | None = None
 
     def update(self, snapshot: Snapshot) -> None:
         """Print if rows or chunks came in."""
-        key = (snapshot.num_done, snapshot.num_committed)
+        key = (snapshot.num_committed, *news(snapshot))
         if key != self._shown:
             self._shown = key
             self._emit({"event": "progress", **snapshot_fields(snapshot)})
@@ -106,10 +107,15 @@ class JsonReporter:
         sys.stdout.flush()
 
 
+def news(snapshot: Snapshot) -> tuple[int, bool]:
+    """What a line tells that the one before may not have: rows done, and whether the work has begun."""
+    return snapshot.num_done, snapshot.num_done > 0 or snapshot.num_running > 0
+
+
 def describe(snapshot: Snapshot) -> str:
     """Rate, time left, ok and not ok, in words."""
     if snapshot.num_done == 0:
-        return "waiting for the first rows"
+        return "working on the first rows" if snapshot.num_running else "waiting for a worker"
     parts = [f"{snapshot.num_ok:,} ok", f"{snapshot.num_done - snapshot.num_ok:,} not ok"]
     if snapshot.rows_per_s:
         parts.insert(0, f"{snapshot.rows_per_s:,.1f} rows/s")
@@ -126,6 +132,7 @@ def snapshot_fields(snapshot: Snapshot) -> dict[str, object]:
         "num_done": snapshot.num_done,
         "num_chunks": snapshot.num_chunks,
         "num_committed": snapshot.num_committed,
+        "num_running": snapshot.num_running,
         "counts": plain_counts(snapshot.counts),
         "elapsed_s": round(snapshot.elapsed_s, 3),
         "rows_per_s": snapshot.rows_per_s,

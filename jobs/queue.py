@@ -7,10 +7,11 @@ import json
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import msgspec
@@ -110,6 +111,13 @@ def redact(url: str) -> str:
     """The URL without its password."""
     password = urlsplit(url).password
     return url if password is None else url.replace(f":{password}@", ":***@", 1)
+
+
+class Progress(NamedTuple):
+    """Chunks that workers run now, and their rows that are done, by status."""
+
+    num_chunks: int = 0
+    counts: Mapping[RowStatus, int] = {}
 
 
 class Queue:
@@ -238,16 +246,15 @@ class Queue:
         """Forget a chunk's progress: its part counts now, or it starts again."""
         self._hint(lambda: self._redis.hdel(_key("progress", job_id), str(index)))
 
-    def read_progress(self, job: "Job") -> dict[RowStatus, int]:
-        """Rows by status in chunks that run now, committed ones not counted; empty if the broker is away."""
+    def read_progress(self, job: "Job") -> Progress:
+        """What runs now, committed chunks not counted; nothing if the broker is away."""
         fields: dict[bytes, bytes] = self._hint(lambda: self._redis.hgetall(_key("progress", job.job_id)), default={})
         committed = job.committed() if fields else frozenset()
-        total: dict[RowStatus, int] = {}
-        for index, value in fields.items():
-            if int(index) not in committed:
-                for status, count in msgspec.json.decode(value, type=dict[RowStatus, int]).items():
-                    total[status] = total.get(status, 0) + count
-        return total
+        running = [value for index, value in fields.items() if int(index) not in committed]
+        counts: Counter[RowStatus] = Counter()
+        for value in running:
+            counts.update(msgspec.json.decode(value, type=dict[RowStatus, int]))
+        return Progress(len(running), dict(counts))
 
     def renew(self, delivery_tags: Iterable[str], now_s: float) -> None:
         """Say that this worker still holds these messages, or they would be delivered again (celery#5935).

@@ -17,7 +17,7 @@ from jobs.job import Job, Success
 from jobs.local_worker import worker_command
 from jobs.progress import plain_counts
 from jobs.prompts import Prompt, PromptBuilder, Refusal
-from jobs.queue import Queue
+from jobs.queue import Progress, Queue
 from jobs.store import absolute_location, open_input
 from schemas.errors import BrokerError, NightmillError
 from schemas.plan import Decision
@@ -133,7 +133,9 @@ def describe_job(job: Job, settings: Settings | None = None) -> dict[str, Any]:
         "commonest_error": None if success is None else success.commonest_error,
     }
     if settings is not None and success is None:
-        fields["running"] = plain_counts(_read_progress(job, settings))
+        progress = _read_progress(job, settings)
+        fields["running"] = plain_counts(progress.counts)
+        fields["num_running"] = progress.num_chunks
         fields["workers"] = describe_service(settings, job.spec.model)
     return fields
 
@@ -151,7 +153,8 @@ def show_job(job: Job, settings: Settings) -> None:
             "rows": f"{sum(fields['counts'].values()):,} of {job.num_rows:,} committed",
             "counts": format_counts(fields["counts"]),
             "running": format_counts(fields.get("running", {})),
-            "chunks": f"{fields['num_committed']:,} of {len(job.chunks):,} done",
+            "chunks": f"{fields['num_committed']:,} of {len(job.chunks):,} done"
+            + (f", {fields['num_running']:,} running" if fields.get("num_running") else ""),
             "parked": f"{fields['num_parked']} (python -m jobs.resume {job.job_id} --parked)"
             if fields["num_parked"]
             else "",
@@ -211,15 +214,15 @@ def print_facts(facts: Mapping[str, Any]) -> None:
             click.echo(f"{name:<{width}}  {text}")
 
 
-def _read_progress(job: Job, settings: Settings) -> Mapping[RowStatus, int]:
+def _read_progress(job: Job, settings: Settings) -> Progress:
     status = None if settings.broker_url else broker_status(settings)
     if status is not None and status.pid is None:
-        return {}
+        return Progress()
     queue = Queue(settings, settings.broker_url or (status.url if status else ""))
     try:
         queue.check()
     except BrokerError:
-        return {}
+        return Progress()
     return queue.read_progress(job)
 
 

@@ -13,7 +13,7 @@ from jobs.broker import ensure_broker
 from jobs.finish import try_finish
 from jobs.job import Job
 from jobs.local_worker import LocalWorker, worker_command
-from jobs.queue import Queue
+from jobs.queue import Progress, Queue
 from schemas.errors import BrokerError
 from schemas.records import JobState, RowStatus
 from schemas.settings import Settings
@@ -26,7 +26,10 @@ ENDED = frozenset(JobState) - {JobState.QUEUED, JobState.RUNNING}
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Where a job stands at one moment. ``rows_per_s`` and ``eta_s`` are None until rows have come in."""
+    """Where a job stands at one moment. ``rows_per_s`` and ``eta_s`` are None until rows have come in.
+
+    ``num_running`` chunks are in workers' hands, as far as the broker knows.
+    """
 
     job_id: str
     num_rows: int
@@ -34,6 +37,7 @@ class Snapshot:
     num_committed: int
     counts: Mapping[RowStatus, int]
     elapsed_s: float
+    num_running: int = 0
     rows_per_s: float | None = None
     eta_s: float | None = None
 
@@ -153,12 +157,12 @@ class Waiter:
             self._worker.note_progress()
         self._num_committed = num_committed
 
-    def _read_hints(self) -> Mapping[RowStatus, int]:
+    def _read_hints(self) -> Progress:
         try:
             self._queue.check()  # read_progress would answer "none", and complain in the log at each poll
         except BrokerError as error:
             self._handle_broker_loss(error)
-            return {}
+            return Progress()
         return self._queue.read_progress(self._job)
 
     def _handle_broker_loss(self, error: BrokerError) -> None:
@@ -179,12 +183,13 @@ class Waiter:
 
     def _take_snapshot(self, num_committed: int) -> Snapshot:
         counts = dict(self._job.counts())
-        for status, number in self._read_hints().items():
+        running = self._read_hints()
+        for status, number in running.counts.items():
             counts[status] = counts.get(status, 0) + number
         snapshot = make_snapshot(self._job, num_committed, counts, time.monotonic() - self._start_s)
         rate = self._meter.measure(snapshot.elapsed_s, snapshot.num_done)
         eta_s = (snapshot.num_rows - snapshot.num_done) / rate if rate else None
-        return replace(snapshot, rows_per_s=rate, eta_s=eta_s)
+        return replace(snapshot, num_running=running.num_chunks, rows_per_s=rate, eta_s=eta_s)
 
 
 def make_snapshot(job: Job, num_committed: int, counts: Mapping[RowStatus, int], elapsed_s: float = 0.0) -> Snapshot:

@@ -8,7 +8,17 @@ import pytest
 import redis
 
 from jobs.broker import ensure_broker, stop_broker
-from jobs.queue import PREFIX, UNACKED_INDEX_KEY, Queue, _message_id, _parse_message_id, celery_config, connect, redact
+from jobs.queue import (
+    PREFIX,
+    UNACKED_INDEX_KEY,
+    Progress,
+    Queue,
+    _message_id,
+    _parse_message_id,
+    celery_config,
+    connect,
+    redact,
+)
 from schemas.errors import BrokerError
 from schemas.records import JobSpec, ModelRef, RowStatus
 from schemas.settings import Settings, WorkerSettings
@@ -177,9 +187,9 @@ def test_progress_adds_up_over_running_chunks_without_the_committed(queue: Queue
     queue.progress(job.job_id, 1, {RowStatus.OK: 2})
     queue.progress(job.job_id, 2, {RowStatus.FAILED: 9})
     queue.clear_progress(job.job_id, 2)
-    assert queue.read_progress(job) == {RowStatus.OK: 9, RowStatus.INVALID: 1}
+    assert queue.read_progress(job) == Progress(2, {RowStatus.OK: 9, RowStatus.INVALID: 1})
     job.done.add(0)
-    assert queue.read_progress(job) == {RowStatus.OK: 2}
+    assert queue.read_progress(job) == Progress(1, {RowStatus.OK: 2})
 
 
 def test_workers_are_counted_per_queue_until_they_withdraw(queue: Queue, client: redis.Redis) -> None:
@@ -222,7 +232,7 @@ def test_hints_are_given_up_when_the_broker_is_away(tmp_path: Path) -> None:
         assert is_ours
     assert queue.count_delivery("job", 1, "token") == 1
     queue.progress("job", 1, {})
-    assert queue.read_progress(FakeJob(1)) == {}
+    assert queue.read_progress(FakeJob(1)) == Progress()
 
 
 def test_the_database_of_a_socket_url_is_honoured(broker: str, client: redis.Redis) -> None:

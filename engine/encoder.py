@@ -9,6 +9,8 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
+from engine.shared_start import SharedStart, cuts_at_blanks
+
 Ids = tuple[int, ...]
 Spans = Iterable[tuple[int, int]]
 
@@ -25,9 +27,14 @@ class Encoder:
     def __init__(self, backend: Any, control_ids: Mapping[str, int]) -> None:
         """``backend`` is a tokenizers.Tokenizer, ``control_ids`` the tokens that data must never become, by name."""
         self._backend = backend
+        self._encode_long = SharedStart(self.encode_plain).encode if cuts_at_blanks(backend) else self.encode_plain
         self._ids = {name: token_id for name, token_id in control_ids.items() if len(name) > 1}
         self._name = _any_of(self._ids)
         self._cut = re.compile(f"({LITERAL}.+?{LITERAL}|{_any_of(filter(self._cuts, self._ids)).pattern})", re.DOTALL)
+        self._start: list[int] = backend.encode("", add_special_tokens=True).ids
+        self._adds_only_a_start = backend.encode("a", add_special_tokens=True).ids == self._start + self.encode_plain(
+            "a"
+        )
         self._kept = lru_cache(PIECES_KEPT)(self._encode_between)
 
     def protect(self, text: str) -> str:
@@ -74,11 +81,23 @@ class Encoder:
 
     def _encode_between(self, before: str, piece: str, after: str) -> Ids:
         """Encode with the special tokens around it: some swallow blanks, and some tokenizers mark a text's start."""
-        ids = self._encode(before + piece + after)
-        return ids[bool(before) : len(ids) - bool(after)]
+        ids = self._encode_long(before + piece + after)
+        return tuple(ids[bool(before) : len(ids) - bool(after)])
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Tokenise as the tokenizer does, without adding special tokens."""
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def encode_with_start(self, text: str) -> list[int]:
+        """Tokenise as the tokenizer does, its special tokens added."""
+        if self._adds_only_a_start:
+            return self._start + self._encode_long(text)
+        ids: list[int] = self._backend.encode(text, add_special_tokens=True).ids
+        return ids
 
     def _encode(self, text: str) -> Ids:
-        return tuple(self._backend.encode(text, add_special_tokens=False).ids)
+        return tuple(self.encode_plain(text))
 
     def _cuts(self, name: str) -> bool:
         """Whether the tokenizer finds the name wherever it stands."""

@@ -55,8 +55,8 @@ class Text:
         text = request.text or ""
         protected = self._encoder.protect_spans(text, request.data_spans)
         if protected == text:
-            return self._encode(text, add_special_tokens=True)
-        return [*self._encode("", add_special_tokens=True), *self._encoder.encode(protected)]
+            return self._encoder.encode_with_start(text)
+        return [*self._encoder.encode_with_start(""), *self._encoder.encode(protected)]
 
     def render(self, messages: Sequence[Message]) -> str:
         """Apply the chat template, up to where the assistant's answer begins."""
@@ -74,10 +74,10 @@ class Text:
 
     def encode_after(self, context: tuple[int, ...], text: str) -> tuple[int, ...]:
         """Tokenise ``text`` as it follows the tokens ``context``; on its own where the two would merge."""
-        whole = self._encode(self.decode(context) + text, add_special_tokens=False)
+        whole = self._encoder.encode_plain(self.decode(context) + text)
         if tuple(whole[: len(context)]) == context:
             return tuple(whole[len(context) :])
-        return tuple(self._encode(text, add_special_tokens=False))
+        return tuple(self._encoder.encode_plain(text))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Decode, leaving special tokens out; bytes that are no UTF-8 become U+FFFD."""
@@ -86,10 +86,6 @@ class Text:
     def detokenizer(self) -> "IncrementalDetokenizer":
         """Return a decoder for one sequence of output tokens."""
         return IncrementalDetokenizer(self)
-
-    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        ids: list[int] = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
 
 
 class IncrementalDetokenizer:

@@ -77,6 +77,9 @@ def test_shared_pieces_are_encoded_once_and_long_ones_are_not_kept() -> None:
         def __init__(self) -> None:
             self._tokenizer = tiny_tokenizer()
 
+        def to_str(self) -> str:
+            return self._tokenizer.to_str()
+
         def encode(self, text: str, **options: Any) -> Any:
             calls.append(text)
             return self._tokenizer.encode(text, **options)

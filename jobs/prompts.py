@@ -27,6 +27,9 @@ ROW_NAME = "row"
 DATA_EDGE = "\ufdd0"
 """Around a row's values while a plain completion's text is made; a code point that Unicode gives to nobody."""
 
+KEY_DIGITS = 32
+"""Rows with equal content keys share one answer: too long to be hit by chance, or on purpose."""
+
 
 class Prompt(NamedTuple):
     """What is asked for one row: ``text`` or ``messages``. Equal content keys are equal questions."""
@@ -94,11 +97,12 @@ class PromptBuilder:
             if self._system and messages[0].role != "system":
                 messages = (Message(role="system", content=self._system), *messages)
             parts = [part for message in messages for part in (message.role, message.content)]
-            return Prompt(None, messages, *keyed, short_hash(constraint_key, *parts))
+            return Prompt(None, messages, *keyed, short_hash(constraint_key, *parts, digits=KEY_DIGITS))
         text = content if isinstance(content, str) else "\n\n".join(message.content for message in content)
         marked = text if self._spec.prompt_template is not None else _mark_data(text)
         text, data_spans = _split_data(f"{self._system}\n\n{marked}" if self._system else marked)
-        return Prompt(text, None, *keyed, short_hash(constraint_key, text), data_spans)
+        content_key = short_hash(constraint_key, text, *map(str, data_spans), digits=KEY_DIGITS)
+        return Prompt(text, None, *keyed, content_key, data_spans)
 
     def _compile_content(self, schema: pa.Schema) -> Callable[[Mapping[str, Any]], str | tuple[Message, ...]]:
         spec = self._spec

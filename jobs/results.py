@@ -113,6 +113,8 @@ class _ChunkRun:
         self._checked: dict[tuple[str | None, str], tuple[Any, str | None]] = {}
         self._in_flight: dict[str, tuple[_Row, int, Request]] = {}
         self._finished: queue.SimpleQueue[tuple[str, Future[Completion]]] = queue.SimpleQueue()
+        self._twins: dict[str, list[int]] = {}  # by content key: the rows that wait for the first to ask the same
+        self._answered: dict[str, RowResult] = {}
         self._results: list[RowResult] = []
         self._counts: Counter[RowStatus] = Counter()
 
@@ -136,12 +138,18 @@ class _ChunkRun:
         return sorted(self._results, key=lambda result: result.row_index)
 
     def _start(self, index: int, prompt: Prompt | Refusal) -> None:
-        if (done := self._spilled.pop(index, None)) is not None:
-            self._end(done)
-            return
         if isinstance(prompt, Refusal):
             self._end(RowResult(row_index=index, status=prompt.status, error=prompt.error))
             return
+        key = prompt.content_key  # the seed comes from it too: equal questions have equal answers
+        if (answered := self._spilled.pop(index, None) or self._answered.get(key)) is not None:
+            self._answered[key] = answered
+            self._end(msgspec.structs.replace(answered, row_index=index))
+            return
+        if key in self._twins:
+            self._twins[key].append(index)
+            return
+        self._twins[key] = []
         row = _Row(index, prompt, self._spec.num_completions)
         for completion_index in range(self._spec.num_completions):
             self._ask(row, completion_index, self._spec.sampling)
@@ -200,7 +208,9 @@ class _ChunkRun:
             result = _row_result(row)
             if self._spill is not None:
                 self._spill.add(result)
-            self._end(result)
+            self._answered[row.prompt.content_key] = result
+            for index in (row.index, *self._twins.pop(row.prompt.content_key)):
+                self._end(msgspec.structs.replace(result, row_index=index))
 
     def _end(self, result: RowResult) -> None:
         self._results.append(result)

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 import pytest
 from hypothesis import given
@@ -183,8 +184,9 @@ def test_seeds_come_from_the_question_not_from_its_place(tmp_path: Path) -> None
         for chunk in job.chunks:
             run_chunk(job, chunk.index, engine)
         engines.append([request.seed for request in engine.requests])
-    assert engines[0] == engines[1]
-    assert (engines[0][0] == engines[0][2], engines[0][0] == engines[0][1]) == (True, False)
+    first, other, again = engines[0]
+    assert (first == again, first == other) == (True, False)
+    assert engines[1] == [first, other]  # a chunk asks once
     assert row_seed(5, "k", 0, 0) != row_seed(6, "k", 0, 0)
 
 
@@ -246,8 +248,10 @@ class ShuffledEngine:
         self._order = deque(order)
         self._waiting: list[tuple[Request, Future[Completion]]] = []
         self.max_in_flight = 0
+        self.num_asked = 0
 
     def __call__(self, request: Request, constraint: Constraint | None) -> Future[Completion]:
+        self.num_asked += 1
         future: Future[Completion] = Future()
         self._waiting.append((request, future))
         self.max_in_flight = max(self.max_in_flight, len(self._waiting))
@@ -264,6 +268,29 @@ class ShuffledEngine:
         while not is_over.wait(0.0005):
             if self._waiting and self._order:
                 self.finish_one()
+
+
+@pytest.mark.parametrize("window", [1, 3, 100])
+def test_equal_questions_of_a_chunk_are_asked_once_and_all_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int
+) -> None:
+    monkeypatch.setattr(results_module, "WINDOW", window)
+    texts = [None if i % 7 == 0 else f"answer {i % 5}" for i in range(40)]
+    path = write_input(tmp_path / "a.parquet", {"id": range(40), "text": texts})
+    fields = {"temperature": 1.0, "max_tokens": 9}
+    job = make_job(tmp_path, [path], chunk_rows=40, prompt_column="text", sampling=Sampling(**fields))
+    engine, is_over = ShuffledEngine([7919 * i for i in range(1000)]), threading.Event()
+    thread = threading.Thread(target=engine.run, args=(is_over,))
+    thread.start()
+    rows = run_rows(job, job.chunks[0], engine, is_cancelled=lambda: False)
+    is_over.set()
+    thread.join()
+    assert [row.row_index for row in rows] == list(range(40))
+    assert [row.value for row in rows] == texts
+    assert engine.num_asked == 6  # five texts, of which "answer 3" is cut off once
+    for row in rows:
+        twin = next(other for other in rows if other.value == row.value)
+        assert msgspec.structs.replace(row, row_index=twin.row_index) == twin
 
 
 @pytest.mark.parametrize("window", [1, 3, 100])
@@ -337,4 +364,4 @@ def test_a_job_of_one_template_for_all_rows_reads_no_column(tmp_path: Path) -> N
     path = write_input(tmp_path / "a.parquet", pa.table({"n": [1, 2, 3]}))
     engine = ScriptedEngine()
     assert len(run_chunk(make_job(tmp_path, [path], prompt_template="Say yes."), 0, engine)) == 3
-    assert engine.prompts() == ["Say yes."] * 3
+    assert engine.prompts() == ["Say yes."]

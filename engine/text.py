@@ -53,7 +53,7 @@ class Text:
             messages = [Message(role=protect(each.role), content=protect(each.content)) for each in request.messages]
             return self._encoder.encode(self.render(messages))
         text = request.text or ""
-        protected = self._encoder.protect_spans(text, request.data_spans)
+        protected = self._encoder.protect_spans(text, request.data_spans) if request.data_spans else text
         if protected == text:
             return self._encoder.encode_with_start(text)
         return [*self._encoder.encode_with_start(""), *self._encoder.encode(protected)]

@@ -126,7 +126,7 @@ class Engine:
             raise EngineError(f"request {request.request_id!r} is in flight already")
         try:
             token_ids = array("q", self._text.encode_request(request))
-            self._check_prompt(token_ids)
+            self._check_prompt(request, token_ids)
         except PromptError as error:
             self._reject(request, FinishReason.ERROR, str(error))
             return
@@ -280,10 +280,10 @@ class Engine:
             Completion(request_id=request.request_id, finish_reason=reason, error=error, num_prompt_tokens=num_prompt)
         )
 
-    def _check_prompt(self, token_ids: array[int]) -> None:
+    def _check_prompt(self, request: Request, token_ids: array[int]) -> None:
         if not token_ids:
             raise PromptError("the prompt has no tokens")
-        if not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
+        if request.token_ids and not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
             raise PromptError(f"the prompt has a token id outside 0 .. {self._vocab_size - 1}")
 
     def _num_blocks(self, model: Model, block_size: int, kv_cache_bytes: int, max_num_seqs: int) -> int:

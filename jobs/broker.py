@@ -94,6 +94,7 @@ def stop_broker(settings: Settings) -> bool:
     while time.monotonic() < deadline:
         with _try_lock(_data_dir(settings)) as lock_fd:
             if lock_fd is not None:
+                _remove_directory(_current_socket(settings).parent)
                 return True
         time.sleep(POLL_S)
     raise BrokerError(f"the broker (pid {status.pid}) did not end within {LOCK_WAIT_S:.0f} s")
@@ -185,6 +186,12 @@ def _make_private(directory: Path) -> None:
     found = directory.lstat()
     if found.st_uid != os.getuid() or directory.is_symlink() or found.st_mode & 0o077:
         raise BrokerError(f"{directory} is not a private directory of this user: remove it, or set XDG_RUNTIME_DIR")
+
+
+def _remove_directory(directory: Path) -> None:
+    """Leave nothing in the runtime directory; the lock must be held, or a server that starts would lose its place."""
+    with contextlib.suppress(OSError):
+        directory.rmdir()
 
 
 def _server_config(data_dir: Path, socket: Path) -> str:

@@ -80,6 +80,15 @@ def test_the_server_holds_the_lock_for_as_long_as_it_lives(settings: Settings) -
     assert not stop_broker(settings)
 
 
+def test_a_stopped_server_leaves_nothing_in_the_runtime_directory(settings: Settings) -> None:
+    ensure_broker(settings)
+    directory = broker._current_socket(settings).parent
+    assert directory.exists()
+    stop_broker(settings)
+    assert not directory.exists()
+    ensure_broker(settings)
+
+
 def test_another_login_session_finds_the_running_server(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,6 +37,10 @@ MAX_RUNAWAYS = 8
 CACHE_BYTES = 2**30
 """Compiled grammars kept, least recently used out first. A limit at all answers CVE-2025-32381."""
 
+KNOWN_CHARS = 2**26
+"""Source of the constraints kept. Who sends one for each row must send it again once no unfinished row has it."""
+CHARS_PER_CONSTRAINT = 1024  # beside its source: the key, the tables, an error
+
 
 class Grammars:
     """The constraints of one engine, by key. All methods belong to the loop's thread."""
@@ -52,6 +56,8 @@ class Grammars:
         self._batch = xgrammar.BatchGrammarMatcher(max_threads=max(1, num_threads))
         self._compilers: Compilers | None = None
         self._constraints: dict[str, Constraint] = {}
+        self._num_known_chars = 0
+        self._num_compiled_bytes = 0
         self._compiled: OrderedDict[str, xgrammar.CompiledGrammar] = OrderedDict()
         self._errors: dict[str, str] = {}
         self._queue: deque[str] = deque()
@@ -64,7 +70,21 @@ class Grammars:
 
     def add(self, constraint: Constraint) -> None:
         """Make a constraint known; it is compiled when a request first needs it."""
-        self._constraints[constraint.key] = constraint
+        if constraint.key not in self._constraints:
+            self._constraints[constraint.key] = constraint
+            self._num_known_chars += _weight(constraint)
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether it is time to ``forget`` constraints that are not needed."""
+        return self._num_known_chars > KNOWN_CHARS
+
+    def forget(self, needed: set[str | None]) -> None:
+        """Forget all constraints, and what is wrong with them, but those under way and those with ``needed`` keys."""
+        kept = needed.union(self._underway, self._queue)
+        self._constraints = {key: constraint for key, constraint in self._constraints.items() if key in kept}
+        self._errors = {key: error for key, error in self._errors.items() if key in kept}
+        self._num_known_chars = sum(map(_weight, self._constraints.values()))
 
     def matcher(self, key: str) -> GrammarMatcher | None:
         """A matcher at the grammar's start, or None while it is being compiled: ``poll`` names it when it is not.
@@ -119,8 +139,9 @@ class Grammars:
             self._errors[key] = f"the {kind} constraint cannot be compiled: {_first_line(result)}"
             return
         self._compiled[key] = result
-        while len(self._compiled) > 1 and sum(g.memory_size_bytes for g in self._compiled.values()) > CACHE_BYTES:
-            self._compiled.popitem(last=False)
+        self._num_compiled_bytes += result.memory_size_bytes
+        while len(self._compiled) > 1 and self._num_compiled_bytes > CACHE_BYTES:
+            self._num_compiled_bytes -= self._compiled.popitem(last=False)[1].memory_size_bytes
 
     def _abandon_runaways(self) -> list[str]:
         now = time.monotonic()
@@ -275,6 +296,10 @@ def compile_constraint(compilers: Compilers, constraint: Constraint) -> xgrammar
     if constraint.kind is ConstraintKind.REGEX:
         return compilers.plain.compile_regex(source)
     return compilers.plain.compile_grammar(xgrammar.Grammar.from_ebnf(source))
+
+
+def _weight(constraint: Constraint) -> int:
+    return len(constraint.source) + CHARS_PER_CONSTRAINT
 
 
 def _first_line(error: Exception) -> str:

@@ -119,6 +119,9 @@ class Engine:
     def add_constraint(self, constraint: Constraint) -> None:
         """Make a constraint known before the first request that names it."""
         self._grammars.add(constraint)
+        if self._grammars.is_crowded:
+            unfinished = {sequence.request.constraint_key for sequence in self._sequences.values()}
+            self._grammars.forget(unfinished | {constraint.key})
 
     def add(self, request: Request) -> None:
         """Queue a request. A bad one ends with a completion; only an id in flight already raises EngineError."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from engine.device import resolve_sizes, select_device
+from engine.grammar import CHARS_PER_CONSTRAINT
 from engine.loop import Engine
 from schemas.errors import EngineError
 from schemas.records import Completion, Constraint, ConstraintKind, FinishReason, Message, Request, Sampling
@@ -276,6 +277,37 @@ def test_cancelled_rows_end_once_wherever_they_are() -> None:
     }
     assert done["kept"].finish_reason == FinishReason.LENGTH
     assert len(done["running"].token_ids) == 1
+
+
+def test_constraints_of_finished_rows_are_forgotten_and_those_of_unfinished_rows_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Unbounded buffering: one constraint a row, a million rows."""
+    monkeypatch.setattr("engine.grammar.KNOWN_CHARS", 20 * CHARS_PER_CONSTRAINT)
+    monkeypatch.setattr("engine.grammar.CACHE_BYTES", 10)
+    engine = make_engine(max_num_seqs=4)
+    slow = Constraint(kind=ConstraintKind.REGEX, source="[a-z]{150}")
+    engine.add_constraint(slow)
+    engine.add(request("slow", key=slow.key, max_tokens=150))
+    done: dict[str, Completion] = {}
+    for row in range(60):
+        source = f'["{row}"]' if row % 3 else f'root ::= "{row}" missing'
+        own = Constraint(kind=ConstraintKind.CHOICE if row % 3 else ConstraintKind.EBNF, source=source)
+        engine.add_constraint(own)
+        engine.add(request(str(row), key=own.key))
+        done |= {completion.request_id: completion for completion in engine.step()}
+        assert len(engine._grammars._constraints) <= 20
+        assert len(engine._grammars._errors) <= 20
+        assert len(engine._grammars._compiled) <= 1
+    engine.add(request("again", key=slow.key, max_tokens=150))
+    done |= finish_all(engine)
+    assert len(done["slow"].text) == len(done["again"].text) == 150
+    for row in range(60):
+        completion = done[str(row)]
+        assert (completion.finish_reason, completion.text) == (
+            "stop" if row % 3 else "constraint_error",
+            str(row) if row % 3 else "",
+        )
 
 
 def test_rows_wait_for_their_grammar_while_others_go_on() -> None:

@@ -1,5 +1,6 @@
 """The command line of the benchmarks: `python -m ops.bench engine --cpu`. Knows no measurement."""
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import click
 
 from ops.bench.tickets import DEFAULT_DATA
+from ops.bench.workloads import DEFAULT_QUESTIONS, SHAPES, WORKLOADS
 from schemas.errors import NightmillError
 from schemas.log import configure_logging
 from schemas.settings import Settings
@@ -57,6 +59,25 @@ def jobs(num_rows: int, repeats: int) -> None:
 
     _settings()
     for line in run_data_path_bench(DataPathBench(num_rows, repeats)):
+        click.echo(line)
+
+
+@main.command()
+@click.option("--shape", type=click.Choice(list(SHAPES)), default="Qwen3-0.6B", show_default=True)
+@click.option("--workload", "workloads", type=click.Choice(WORKLOADS), multiple=True, default=WORKLOADS)
+@click.option("--repeats", default=3, show_default=True, type=click.IntRange(min=1))
+@click.option("--questions", default=DEFAULT_QUESTIONS, type=click.Path(path_type=Path), help="banking77.parquet.")
+@click.option("--tokenizer", type=click.Path(path_type=Path, exists=True), help="Default: the demo model's.")
+@click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="An engine setting, as JSON.")
+@click.option("--commit", help="Recorded with the result where this machine has no checkout.")
+def labelling(settings: tuple[str, ...], commit: str | None, **options: Any) -> None:
+    """Our engine on free, route and extract, over a model shape with random weights."""
+    from ops.bench.labelling import LabellingBench, run_labelling_bench
+
+    configure_logging("WARNING")
+    pairs = [setting.partition("=") for setting in settings]
+    bench = LabellingBench(engine={name: json.loads(value) for name, _, value in pairs}, **options)
+    for line in run_labelling_bench(bench, commit):
         click.echo(line)
 
 

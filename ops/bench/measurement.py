@@ -86,7 +86,7 @@ def write_result(name: str, config: Mapping[str, Any], runs: list[Run], **facts:
         "versions": versions(),
         "config": dict(config),
         "summary": {system: {key: asdict(value) for key, value in rates.items()} for system, rates in summary.items()},
-        **facts,
+        **facts,  # a fact replaces a field of its name: a commit, where the measuring machine has no checkout
         "runs": [
             asdict(run) | {"rows_per_s": run.rows_per_s, "output_tokens_per_s": run.output_tokens_per_s} for run in runs
         ],

@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+DEFAULT_QUESTIONS = Path(__file__).resolve().parents[3] / "shared" / "data" / "banking77.parquet"
+WORKLOADS = ("free", "route", "extract")
+
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",

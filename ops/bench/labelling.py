@@ -1,0 +1,128 @@
+"""Our engine on the three labelling workloads, over a model shape with random weights. Knows no peer.
+
+The clock runs from prompt texts to finished completions through the engine's pipe, tokenisation included; loading and a
+warm-up are not timed.
+"""
+
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from engine.llm import LLM, SamplingParams
+from ops.bench.measurement import Run, summarise, write_result
+from ops.bench.workloads import SHAPES, Workload, extract, free, route
+from schemas.constraints import load_constraint, make_validator
+from schemas.errors import InputDataError
+from schemas.records import Completion, ConstraintKind
+
+WARM_UP_ROWS = 64  # of the workload itself, as its peers were warmed up
+
+
+@dataclass(frozen=True)
+class LabellingBench:
+    """What to measure; ``engine`` are fields of EngineSettings."""
+
+    shape: str
+    workloads: tuple[str, ...]
+    questions: Path
+    tokenizer: Path | None  # directory with tokenizer.json; None: the demo model's
+    repeats: int
+    engine: dict[str, Any]
+
+
+def run_labelling_bench(bench: LabellingBench, commit: str | None = None) -> list[str]:
+    """Measure, write one JSON file a workload, and return the lines to print."""
+    lines = [f"{'workload':<10}{'rows/s':>10}{'output tok/s':>14}{'seconds':>10}{'valid':>14}"]
+    with _model_directory(bench) as directory:
+        for name in bench.workloads:
+            workload = load_workload(name, bench.questions)
+            runs, result, kernels = _measure(bench, workload, directory)
+            config = {"engine": bench.engine, "dtype": "bfloat16", "repeats": bench.repeats}
+            facts = {"results": [result], "kernels": kernels} | ({"commit": commit} if commit else {})
+            path = write_result(f"engine-{bench.shape}-{name}", config, runs, **facts)
+            lines.append(
+                f"{name:<10}{result['rows_per_s']:>10.1f}{result['output_tokens_per_s']:>14.1f}"
+                f"{runs[-1].seconds:>10.2f}{f'{runs[-1].num_valid}/{runs[-1].num_rows}':>14}  {path.name}"
+            )
+    return lines
+
+
+def _measure(bench: LabellingBench, workload: Workload, directory: Path) -> tuple[list[Run], dict[str, Any], Any]:
+    """Time the workload on a fresh engine for each repeat, so that no run finds its rows in the prefix cache."""
+    params = sampling_params(workload)
+    runs: list[Run] = []
+    for repeat in range(bench.repeats):
+        with LLM(str(directory), dtype="bfloat16", load_format="random", **bench.engine) as llm:
+            llm.generate(workload.prompts[:WARM_UP_ROWS], params[:WARM_UP_ROWS])
+            start = time.perf_counter()
+            done = llm.generate(workload.prompts, params)
+            runs.append(_run(repeat, time.perf_counter() - start, done, workload))
+            kernels = llm.hello.kernels
+    rates = summarise(runs)["nightmill"]
+    result = {
+        "model": bench.shape,
+        "workload": workload.name,
+        "rows_per_s": rates["rows_per_s"].median,
+        "output_tokens_per_s": rates["output_tokens_per_s"].median,
+        "num_prompt_tokens": sum(completion.num_prompt_tokens for completion in done),
+        "num_cached_tokens": sum(completion.num_cached_tokens for completion in done),
+        "finish_reasons": Counter(str(completion.finish_reason) for completion in done),
+    }
+    return runs, result, kernels
+
+
+def load_workload(name: str, questions: Path) -> Workload:
+    """Make a workload by name. Raises InputDataError where its questions are not."""
+    if name == "free":
+        return free()
+    if not questions.is_file():
+        raise InputDataError(f"{questions} is not there: pass --questions with the path of banking77.parquet")
+    return {"route": route, "extract": extract}[name](questions)
+
+
+def sampling_params(workload: Workload) -> list[SamplingParams]:
+    """One for each prompt."""
+    constrained = {"so_args": {"schema_type": "json", "schema": workload.schema}} if workload.schema else {}
+    shared = {"temperature": 0.0, **workload.sampling, **constrained}
+    by_budget = {budget: SamplingParams(max_tokens=budget, **shared) for budget in set(workload.max_tokens)}
+    return [by_budget[budget] for budget in workload.max_tokens]
+
+
+def _run(repeat: int, seconds: float, done: list[Completion], workload: Workload) -> Run:
+    num_valid = len(done)
+    if workload.schema:
+        validator = make_validator(load_constraint(ConstraintKind.JSON_SCHEMA, workload.schema))
+        num_valid = sum(validator.check(completion.text)[1] is None for completion in done)
+    return Run(
+        system="nightmill",
+        repeat=repeat,
+        seconds=seconds,
+        num_rows=len(done),
+        num_output_tokens=sum(len(completion.token_ids) for completion in done),
+        num_valid=num_valid,
+        load_average=os.getloadavg()[0],
+    )
+
+
+@contextmanager
+def _model_directory(bench: LabellingBench) -> Iterator[Path]:
+    """A directory with the shape's config.json and a tokenizer."""
+    with TemporaryDirectory() as name:
+        directory = Path(name)
+        (directory / "config.json").write_text(json.dumps(SHAPES[bench.shape]))
+        if bench.tokenizer is not None:
+            for file in bench.tokenizer.glob("tokenizer*.json"):
+                (directory / file.name).write_bytes(file.read_bytes())
+        else:
+            from engine.text import Text
+            from schemas.model_files import resolve_model
+
+            Text(resolve_model("smollm2")).tokenizer.save_pretrained(directory)
+        yield directory

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import xgrammar
 from torch import Tensor
+from torch.nn import functional
 
 from engine.types import Matcher
 from schemas.constraints import grammar_source
@@ -49,7 +50,8 @@ class Grammars:
         self, tokenizer: Any, *, vocab_size: int, end_token_ids: frozenset[int], timeout_s: float, num_threads: int
     ) -> None:
         self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
+        # The model's padding is left out: xgrammar takes it for special tokens and searches them at every token.
+        self._num_tokens = min(vocab_size, max(tokenizer.get_vocab().values()) + 1)
         self._end_token_ids = end_token_ids
         self._timeout_s = timeout_s
         self._num_compilers = max(1, num_threads // 2)
@@ -65,8 +67,10 @@ class Grammars:
         self._num_runaways = 0
         self._results: SimpleQueue[tuple[str, xgrammar.CompiledGrammar | Exception]] = SimpleQueue()
         self._has_result = threading.Event()
-        self._num_words = -(-vocab_size // 32)
+        self._num_mask_words = -(-vocab_size // 32)
+        self._num_words = -(-self._num_tokens // 32)
         self._not_end = ~_pack_bits(sorted(end_token_ids), self._num_words)
+        self._last_word = int(_pack_bits(range(self._num_tokens), self._num_words)[-1])
 
     def add(self, constraint: Constraint) -> None:
         """Make a constraint known; it is compiled when a request first needs it."""
@@ -128,9 +132,12 @@ class Grammars:
         rows = [row for row, matcher in enumerate(matchers) if matcher is not None]
         if not rows:
             return None
-        bitmask = torch.full((len(matchers), self._num_words), -1, dtype=torch.int32)
+        filled = torch.empty((len(rows), self._num_words), dtype=torch.int32)
         handles = [matcher.native for matcher in matchers if isinstance(matcher, GrammarMatcher)]
-        self._batch.batch_fill_next_token_bitmask(handles, bitmask, rows)
+        self._batch.batch_fill_next_token_bitmask(handles, filled)
+        filled[:, -1] &= self._last_word
+        bitmask = torch.full((len(matchers), self._num_mask_words), -1, dtype=torch.int32)
+        bitmask[rows] = functional.pad(filled, (0, self._num_mask_words - self._num_words))
         return bitmask
 
     def _settle(self, key: str, result: xgrammar.CompiledGrammar | Exception) -> None:
@@ -182,7 +189,7 @@ class Grammars:
     def _get_compilers(self) -> Compilers:
         """Made at the first constraint: a large vocabulary takes part of a second. Racing threads may make two."""
         if self._compilers is None:
-            self._compilers = make_compilers(self._tokenizer, self._vocab_size, self._end_token_ids)
+            self._compilers = make_compilers(self._tokenizer, self._num_tokens, self._end_token_ids)
         return self._compilers
 
 
@@ -264,7 +271,7 @@ class Compilers:
         return self.json_vocabulary if constraint.kind is ConstraintKind.JSON_SCHEMA else self.plain_vocabulary
 
 
-def make_compilers(tokenizer: Any, vocab_size: int, end_token_ids: frozenset[int]) -> Compilers:
+def make_compilers(tokenizer: Any, num_tokens: int, end_token_ids: frozenset[int]) -> Compilers:
     """Read a vocabulary as bytes. Special tokens have none: they would be matched by their names and then not decoded.
 
     For JSON, tokens with a control character have none either: xgrammar lets them into strings of bounded length,
@@ -273,16 +280,16 @@ def make_compilers(tokenizer: Any, vocab_size: int, end_token_ids: frozenset[int
     if not end_token_ids:
         raise ConstraintError("the tokenizer names no end token, so a constrained text could never end")
     end_ids = sorted(end_token_ids)
-    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size, stop_token_ids=end_ids)
+    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=num_tokens, stop_token_ids=end_ids)
     special = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
     vocab = [b"" if token_id in special else token for token_id, token in enumerate(info.decoded_vocab)]
     printable = [b"" if any(byte < 0x20 for byte in token) else token for token in vocab]
 
     def make(tokens: list[bytes]) -> xgrammar.GrammarCompiler:
-        info = xgrammar.TokenizerInfo(tokens, vocab_size=vocab_size, stop_token_ids=end_ids)
+        info = xgrammar.TokenizerInfo(tokens, vocab_size=num_tokens, stop_token_ids=end_ids)
         return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
-    num_words = -(-vocab_size // 32)
+    num_words = -(-num_tokens // 32)
     return Compilers(make(vocab), make(printable), Vocabulary(vocab, num_words), Vocabulary(printable, num_words))
 
 

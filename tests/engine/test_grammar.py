@@ -278,3 +278,16 @@ def test_a_choice_of_many_labels_with_shared_starts_is_exact() -> None:
     matcher = compile_one("choice", json.dumps(labels))
     assert all(accepts(matcher, label) for label in labels)
     assert not accepts(matcher, "abab")
+
+
+@pytest.mark.parametrize("vocab_size", [VOCAB_SIZE, VOCAB_SIZE + 5, 4 * VOCAB_SIZE])
+def test_the_padding_of_a_models_vocabulary_is_never_allowed_and_free_rows_are_left_alone(vocab_size: int) -> None:
+    grammars = Grammars(TOKENIZER, vocab_size=vocab_size, end_token_ids=frozenset({END}), timeout_s=20, num_threads=1)
+    matcher = compile_one("regex", "[^a]*", grammars)
+    bitmask = grammars.fill([None, matcher])
+    assert bitmask is not None
+    assert bitmask.shape == (2, -(-vocab_size // 32))
+    free, constrained = np.unpackbits(bitmask.numpy().view(np.uint8), axis=1, bitorder="little")
+    assert free.all()
+    assert constrained[:VOCAB_SIZE].sum() > 100
+    assert not constrained[VOCAB_SIZE:].any()

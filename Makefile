@@ -28,12 +28,13 @@ if [ $$status -ne 0 ]; then echo "== $(1): failed after $$took s (exit $$status)
 echo "== $(1): passed in $$took s"
 endef
 
-.PHONY: help demo demo-clean test format bench clean
+.PHONY: help demo demo-clean test faults format bench clean
 
 help:
 	@echo 'make demo        install into .venv and label a few hundred sample tickets (again: shows the result at once)'
 	@echo 'make demo-clean  forget the demo job, so that the next `make demo` computes it anew'
 	@echo 'make test        every check: lint, format, types, layers, tests'
+	@echo 'make faults      200 faults on real workers and a real Redis: half an hour, goes on where it was interrupted'
 	@echo 'make format      rewrite the sources as `make test` wants them'
 	@echo 'make bench       our engine against static batches of transformers, side by side on this CPU'
 	@echo 'make clean       remove .venv, caches and the demo job'
@@ -76,6 +77,9 @@ test: $(VENV)/.dev
 	$(call stage,import-linter,60,$(BIN)/lint-imports)
 	$(call stage,mypy,180,$(BIN)/mypy)
 	$(call stage,pytest,840,$(BIN)/python -m pytest --durations=10)
+
+faults: $(VENV)/.dev
+	$(BIN)/python -m tests.faults.long
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

@@ -1,7 +1,8 @@
 """A rank with a fake engine, run as a script: what it does is written in the model's name and the requests' texts.
 
 Texts: ``kill``, ``raise``, ``hang`` do that each time; ``kill-once:FILE`` and ``hang-once:FILE`` the first time only;
-anything else is answered with a text that depends on text, seed and constraint. One token a step for each sequence.
+anything else is answered with a text that depends on text, seed and constraint. One token a step for each sequence;
+``FAKE_STEP_S`` is how long one takes, the file ``FAKE_ANSWERS`` gets a line for each answer.
 """
 
 import os
@@ -17,6 +18,9 @@ from engine.rank import main
 from schemas.errors import ModelError
 from schemas.records import Completion, Constraint, FinishReason, ModelRef, Request
 from schemas.settings import EngineSettings
+
+STEP_S = float(os.environ.get("FAKE_STEP_S", "0.001"))
+ANSWERS = os.environ.get("FAKE_ANSWERS")
 
 
 class FakeEngine:
@@ -66,7 +70,7 @@ class FakeEngine:
         return bool(self._running or self._done)
 
     def step(self) -> list[Completion]:
-        time.sleep(0.001)
+        time.sleep(STEP_S)
         self.stats.num_steps += 1
         self.stats.num_running = len(self._running)
         for request_id, (request, left) in list(self._running.items()):
@@ -81,6 +85,9 @@ class FakeEngine:
     def _answer(self, request: Request) -> Completion:
         constraint = self._constraints[request.constraint_key].source if request.constraint_key else None
         text = f"{request.text}|{request.seed}|{constraint}"
+        if ANSWERS:
+            with open(ANSWERS, "a") as file:
+                file.write(f"{request.text}\n")
         return Completion(request_id=request.request_id, finish_reason=FinishReason.STOP, text=text, token_ids=(1, 2))
 
 

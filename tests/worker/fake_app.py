@@ -14,6 +14,7 @@ from typing import Any
 
 import structlog
 
+import worker.tasks
 from engine.client import EngineClient
 from schemas.settings import Settings
 from worker.celery import make_app
@@ -54,4 +55,5 @@ def misbehave(how: str, fault: Path) -> None:
             raise OSError(28, "No space left on device")
 
 
+worker.tasks.REST_S = float(os.environ.get("LAB_REST_S", worker.tasks.REST_S))
 app = make_app(Settings.load(), make_client, on_hop)

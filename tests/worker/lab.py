@@ -46,7 +46,7 @@ class Worker:
 
     def __init__(self, lab: "Lab", name: str, arguments: Iterable[str], environment: dict[str, str]) -> None:
         self.log_path = lab.path / f"{name}.log"
-        command = [sys.executable, "-m", "celery", "-A", "tests.worker.fake_app", "worker", "-n", f"{name}@lab"]
+        command = [sys.executable, "-m", "celery", "-A", lab.app, "worker", "-n", f"{name}@lab"]
         with self.log_path.open("ab") as log:
             self._log_start = log.tell()
             self.process = subprocess.Popen(
@@ -78,7 +78,8 @@ class Worker:
 
     def engine_pids(self) -> set[int]:
         children = psutil.Process(self.pid).children()
-        return {child.pid for child in children if any("fake_rank" in word for word in child.cmdline())}
+        names = ("fake_rank", "engine.rank")
+        return {child.pid for child in children if any(name in word for word in child.cmdline() for name in names)}
 
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
@@ -99,22 +100,27 @@ class Worker:
 class Lab:
     """One state directory with everything in it."""
 
-    def __init__(self, path: Path, **worker: Any) -> None:
+    app = "tests.worker.fake_app"
+
+    def __init__(self, path: Path, settings: dict[str, Any] | None = None, **worker: Any) -> None:
+        """``settings`` are of this lab's Settings beside the worker's, such as ``broker_url``."""
         self.path = path
         model = path / "model"
-        model.mkdir()
-        (model / "config.json").write_text("{}")
+        if not model.exists():
+            model.mkdir()
+            (model / "config.json").write_text("{}")
         options = {
             "model": str(model),
             "visibility_timeout_s": 3.0,
             "reconcile_interval_s": 600.0,
             "drain_s": 30.0,
         } | worker
-        self.settings = Settings(state_dir=path / "state", worker=options)  # type: ignore[arg-type]
+        others = {"state_dir": path / "state", **(settings or {})}
+        self.settings = Settings(worker=options, **others)  # type: ignore[arg-type]
         self.environment = {
             **os.environ,
             "LAB_DIR": str(path),
-            "NIGHTMILL_STATE_DIR": str(self.settings.state_dir),
+            **{f"NIGHTMILL_{name.upper()}": str(value) for name, value in others.items()},
             **{f"NIGHTMILL_WORKER__{name.upper()}": str(value) for name, value in options.items()},
         }
         self.url = ensure_broker(self.settings)
@@ -128,7 +134,8 @@ class Lab:
             if worker.is_alive:
                 worker.kill()
         self.redis.close()
-        stop_broker(self.settings)
+        if self.settings.broker_url is None:
+            stop_broker(self.settings)
 
     @property
     def model(self) -> ModelRef:
@@ -143,10 +150,20 @@ class Lab:
         self.workers.append(worker)
         return worker.wait_ready() if is_ready else worker
 
-    def job(self, num_chunks: int, seconds: float = 0.01, name: str = "job", model: ModelRef | None = None) -> Job:
-        """A job of one-row chunks, each of which takes about so many seconds; not queued yet."""
+    def job(
+        self,
+        num_chunks: int,
+        seconds: float = 0.01,
+        name: str = "job",
+        model: ModelRef | None = None,
+        *,
+        chunk_rows: int = 1,
+        output: Path | None = None,
+        **spec_fields: Any,
+    ) -> Job:
+        """A job of rows that take about so many seconds each; not queued yet."""
         source = self.path / f"{name}.parquet"
-        pq.write_table(pa.table({"text": [f"row {number}" for number in range(num_chunks)]}), source)
+        pq.write_table(pa.table({"text": [f"row {number}" for number in range(num_chunks * chunk_rows)]}), source)
         inputs = scan_inputs([str(source)])
         spec = JobSpec(
             name=name,
@@ -154,12 +171,14 @@ class Lab:
             model=model or self.model,
             prompt_column="text",
             chat=False,
-            sampling=Sampling(max_tokens=max(1, int(seconds * TOKENS_PER_S))),
+            **{"sampling": Sampling(max_tokens=max(1, int(seconds * TOKENS_PER_S))), **spec_fields},
         )
-        return Job.create(self.store, spec, make_chunks(inputs.files, 1), input_schema=inputs.schema)
+        chunks = make_chunks(inputs.files, chunk_rows)
+        output_uri = None if output is None else str(output)
+        return Job.create(self.store, spec, chunks, input_schema=inputs.schema, output=output_uri)
 
-    def start_job(self, num_chunks: int, seconds: float = 0.01, name: str = "job") -> Job:
-        job = self.job(num_chunks, seconds, name)
+    def start_job(self, num_chunks: int, seconds: float = 0.01, name: str = "job", **options: Any) -> Job:
+        job = self.job(num_chunks, seconds, name, **options)
         self.queue.enqueue(job, job.pending())
         return job
 

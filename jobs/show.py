@@ -106,7 +106,7 @@ def show_summary(job: Job, state: JobState, *, as_json: bool) -> None:
         echo_json({"event": "summary", **describe_job(job), "agreement": fields, "agreement_problem": problem})
         return
     _print_first_rows(job, success)
-    click.echo(f"{job.job_id}: {state} · {format_counts(success.counts)}")
+    click.echo(f"{job.job_id}: {state} · {format_counts(success.counts) or 'no rows'}")
     if success.commonest_error and state is not JobState.DONE:
         click.echo(f"commonest cause: {success.commonest_error}")
     if job.spec.gold_column is not None:

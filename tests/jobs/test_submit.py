@@ -162,6 +162,7 @@ def test_zero_rows_end_at_once_with_an_empty_output(machine: Machine) -> None:
     result = machine.run("submit", data, "--model", str(machine.model), "--choice", "a,b")
     assert result.exit_code == 0, result.output
     assert "no rows" in result.stderr
+    assert "done · no rows" in result.stdout
     (output,) = machine.job().success().outputs  # type: ignore[union-attr]
     assert pq.read_table(output.uri).num_rows == 0
 

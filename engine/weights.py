@@ -51,9 +51,9 @@ def load_model(files: ModelFiles | None, ref: ModelRef, kernels: Kernels, device
     if ref.load_format == "random":
         return Decoder(spec, RandomWeights(spec, device, dtype), kernels)
     tensors = GgufTensors(gguf, spec) if gguf else SafetensorsFiles(files.path)
-    source = CheckpointWeights(tensors, device, dtype)
+    source = CheckpointWeights(tensors, spec, device, dtype)
     model = Decoder(spec, source, kernels)
-    source.check_all_used(is_head_tied=spec.tie_embeddings)
+    source.check_all_used()
     return model
 
 
@@ -68,26 +68,58 @@ def read_spec(files: ModelFiles, gguf: GgufFile | None = None) -> ModelSpec:
 class CheckpointWeights:
     """The WeightSource of a checkpoint; remembers what was asked for."""
 
-    def __init__(self, tensors: TensorFile, device: torch.device, dtype: torch.dtype) -> None:
-        self._tensors, self._device, self._dtype = tensors, device, dtype
+    def __init__(self, tensors: TensorFile, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> None:
+        self._tensors, self._spec, self._device, self._dtype = tensors, spec, device, dtype
         self._used: set[str] = set()
 
     def get(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """See WeightSource.get."""
+        """See WeightSource.get; a weight in fp8 is multiplied by its scales."""
         if name not in self._tensors.names:
             raise ModelError(f"the checkpoint has no tensor {name}: it is not complete or not of this architecture")
         self._used.add(name)
-        return self._tensors.read(name).to(self._device, dtype or self._dtype)
+        tensor = self._tensors.read(name).to(self._device)
+        if tensor.dtype == torch.float8_e4m3fn:
+            tensor = self._dequantize(name, tensor)
+        return tensor.to(dtype or self._dtype)
 
-    def check_all_used(self, *, is_head_tied: bool) -> None:
-        """Raise ModelError if the checkpoint holds a tensor that the model did not take."""
-        rest = self._tensors.names - self._used - ({"lm_head.weight"} if is_head_tied else set())
-        rest = frozenset(name for name in rest if not _UNUSED_TENSORS.fullmatch(name))
+    def _dequantize(self, name: str, tensor: Tensor) -> Tensor:
+        scale_name = f"{name}_scale_inv"
+        if self._spec.fp8_block is None or scale_name not in self._tensors.names:
+            raise ModelError(
+                f"tensor {name} is in fp8, but has no {scale_name} or config.json no weight_block_size: "
+                "only fp8 with block scales is implemented"
+            )
+        self._used.add(scale_name)
+        return dequantize_blocks(tensor, self._tensors.read(scale_name).to(self._device), self._spec.fp8_block)
+
+    def check_all_used(self) -> None:
+        """Raise ModelError if the checkpoint holds a tensor that the model did not take and that changes a result.
+
+        Layers after the last one draft tokens (multi-token prediction): they are skipped where config.json has them.
+        """
+        spec = self._spec
+        skipped = [f"model.layers.{spec.num_layers + index}." for index in range(spec.num_mtp_layers)]
+        rest = self._tensors.names - self._used - ({"lm_head.weight"} if spec.tie_embeddings else set())
+        rest = frozenset(
+            name for name in rest if not _UNUSED_TENSORS.fullmatch(name) and not name.startswith(tuple(skipped))
+        )
         if rest:
             raise ModelError(
                 f"the checkpoint holds {len(rest)} tensors that this architecture does not use, so its results would "
                 f"be wrong: {', '.join(sorted(rest)[:3])} ..."
             )
+
+
+def dequantize_blocks(weight: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
+    """Multiply ``weight`` float8 [out, in] by its blocks' ``scales``, one for block[0] x block[1] values: float32."""
+    rows, columns = weight.shape
+    expected = (-(-rows // block[0]), -(-columns // block[1]))
+    if tuple(scales.shape) != expected:
+        raise ModelError(
+            f"fp8 scales of shape {tuple(scales.shape)} for a weight of {rows} x {columns}: want {expected}"
+        )
+    by_row = scales.float().repeat_interleave(block[0], 0)[:rows]
+    return weight.float() * by_row.repeat_interleave(block[1], 1)[:, :columns]
 
 
 class SafetensorsFiles:
@@ -188,8 +220,8 @@ class RandomWeights:
 
     def get(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """See WeightSource.get; seeded by the name, so that the order of asking does not matter."""
-        suffix = ".".join(name.split(".")[-2:]) if name.startswith("model.layers.") else name
-        weight = torch.empty(self._shapes[suffix], dtype=dtype or self._dtype, device=self._device)
+        kind = re.sub(r"^model\.layers\.\d+\.|(?<=experts\.)\d+\.", "", name)
+        weight = torch.empty(self._shapes[kind], dtype=dtype or self._dtype, device=self._device)
         if name.endswith("norm.weight"):
             return weight.fill_(1.0)
         if name.endswith("bias"):
@@ -200,24 +232,47 @@ class RandomWeights:
 
 
 def _shapes(spec: ModelSpec) -> Mapping[str, tuple[int, ...]]:
-    """Shapes by the last two parts of a layer's names, and by full name outside the layers."""
-    hidden, inner = spec.hidden_size, spec.intermediate_size
-    q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    linears = {
-        "q_proj": (q_size, hidden),
-        "k_proj": (kv_size, hidden),
-        "v_proj": (kv_size, hidden),
-        "o_proj": (hidden, q_size),
-        "gate_proj": (inner, hidden),
-        "up_proj": (inner, hidden),
-        "down_proj": (hidden, inner),
-    }
+    """Shapes of all weights; of a layer's, and of an expert's, once for all of them."""
+    hidden = spec.hidden_size
+    linears: dict[str, tuple[int, ...]] = {"lm_head": (spec.vocab_size, hidden)} | _attention_linears(spec)
+    linears |= _mlp_linears("mlp.", hidden, spec.intermediate_size)
     norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden, "model.norm": hidden}
-    norms |= {"q_norm": spec.head_dim, "k_norm": spec.head_dim}
-    vocab = {"model.embed_tokens.weight": (spec.vocab_size, hidden), "lm_head.weight": (spec.vocab_size, hidden)}
+    norms |= {"self_attn.q_norm": spec.head_dim, "self_attn.k_norm": spec.head_dim}
+    if spec.latent:
+        norms |= {"self_attn.q_a_layernorm": spec.latent.q_rank or 0, "self_attn.kv_a_layernorm": spec.latent.kv_rank}
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (spec.vocab_size, hidden)}
+    if experts := spec.experts:
+        linears |= _mlp_linears("mlp.experts.", hidden, experts.intermediate_size)
+        linears |= _mlp_linears("mlp.shared_experts.", hidden, experts.shared_size)
+        linears["mlp.gate"] = (experts.num_experts, hidden)
+        shapes["mlp.gate.e_score_correction_bias"] = (experts.num_experts,)
     return (
-        {f"{name}.weight": shape for name, shape in linears.items()}
+        shapes
+        | {f"{name}.weight": shape for name, shape in linears.items()}
         | {f"{name}.bias": shape[:1] for name, shape in linears.items()}
         | {f"{name}.weight": (size,) for name, size in norms.items()}
-        | vocab
     )
+
+
+def _mlp_linears(prefix: str, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:
+    up, down = (inner, hidden), (hidden, inner)
+    return {f"{prefix}gate_proj": up, f"{prefix}up_proj": up, f"{prefix}down_proj": down}
+
+
+def _attention_linears(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    hidden, heads = spec.hidden_size, spec.num_heads
+    if (latent := spec.latent) is None:
+        q_size, kv_size = heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        shapes = {"q_proj": (q_size, hidden), "k_proj": (kv_size, hidden), "v_proj": (kv_size, hidden)}
+        shapes["o_proj"] = (hidden, q_size)
+    else:
+        q_size, q_rank = heads * (latent.key_size + latent.rope_size), latent.q_rank or 0
+        shapes = {
+            "q_proj": (q_size, hidden),
+            "q_a_proj": (q_rank, hidden),
+            "q_b_proj": (q_size, q_rank),
+            "kv_a_proj_with_mqa": (latent.kv_rank + latent.rope_size, hidden),
+            "kv_b_proj": (heads * (latent.key_size + latent.value_size), latent.kv_rank),
+            "o_proj": (hidden, heads * latent.value_size),
+        }
+    return {f"self_attn.{name}": shape for name, shape in shapes.items()}

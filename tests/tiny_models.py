@@ -44,6 +44,34 @@ _SHARED: dict[str, Any] = {
     "dtype": "float32",
 }
 
+_DEEPSEEK: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+"""One dense layer, then two with experts; more experts are picked than a group holds."""
+
+_DEEPSEEK_YARN = {
+    "type": "yarn",
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
+
 _FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {
         "model_type": "llama",
@@ -100,6 +128,57 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "rope_theta": 10000.0,
         "sliding_window": 24,
         "tie_word_embeddings": False,
+    },
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "head_dim": 32,
+        "rope_theta": 1000000.0,
+        "num_hidden_layers": 3,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [1],
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+    },
+    "deepseek_v2": {
+        **_DEEPSEEK,
+        "model_type": "deepseek_v2",
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "n_shared_experts": 2,
+        "topk_method": "group_limited_greedy",
+        "scoring_func": "softmax",
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 4.0,
+    },
+    "deepseek_v2_lite": {
+        **_DEEPSEEK,
+        "model_type": "deepseek_v2",
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "q_lora_rank": None,
+        "n_shared_experts": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "greedy",
+        "scoring_func": "softmax",
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+        "rope_scaling": _DEEPSEEK_YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+    },
+    "deepseek_v3": {
+        **_DEEPSEEK,
+        "model_type": "deepseek_v3",
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "n_shared_experts": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "num_nextn_predict_layers": 1,
+        "rope_scaling": _DEEPSEEK_YARN | {"mscale": 1.0, "mscale_all_dim": 0.5},
     },
 }
 
@@ -173,34 +252,80 @@ def write_tiny_tokenizer(directory: Path) -> None:
 
 
 def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    head_dim = config.get("head_dim") or hidden // config["num_attention_heads"]
-    q_size, kv_size = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
+    hidden = config["hidden_size"]
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
+    attention = _latent_shapes if config.get("kv_lora_rank") else _attention_shapes
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
-        for name, size in (("q", q_size), ("k", kv_size), ("v", kv_size)):
-            shapes[f"{prefix}self_attn.{name}_proj.weight"] = (size, hidden)
-            if config["model_type"] == "qwen2" or config.get("attention_bias"):
-                shapes[f"{prefix}self_attn.{name}_proj.bias"] = (size,)
-        if config.get("attention_bias"):
-            shapes[f"{prefix}self_attn.o_proj.bias"] = (hidden,)
-        if config.get("mlp_bias"):
-            shapes |= {f"{prefix}mlp.{name}_proj.bias": (inner,) for name in ("gate", "up")}
-            shapes[f"{prefix}mlp.down_proj.bias"] = (hidden,)
-        if config["model_type"] == "qwen3":
-            shapes |= {f"{prefix}self_attn.{name}_norm.weight": (head_dim,) for name in "qk"}
-        shapes |= {
-            f"{prefix}self_attn.o_proj.weight": (hidden, q_size),
-            f"{prefix}mlp.gate_proj.weight": (inner, hidden),
-            f"{prefix}mlp.up_proj.weight": (inner, hidden),
-            f"{prefix}mlp.down_proj.weight": (hidden, inner),
-            f"{prefix}input_layernorm.weight": (hidden,),
-            f"{prefix}post_attention_layernorm.weight": (hidden,),
-        }
+        shapes |= {f"{prefix}self_attn.{name}": shape for name, shape in attention(config).items()}
+        shapes |= {f"{prefix}mlp.{name}": shape for name, shape in _mlp_shapes(config, layer).items()}
+        shapes |= {f"{prefix}{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
     shapes["model.norm.weight"] = (hidden,)
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (config["vocab_size"], hidden)
+    return shapes
+
+
+def _attention_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    head_dim = config.get("head_dim") or hidden // heads
+    kv_size = config["num_key_value_heads"] * head_dim
+    shapes: dict[str, tuple[int, ...]] = {"o_proj.weight": (hidden, heads * head_dim)}
+    for name, size in (("q", heads * head_dim), ("k", kv_size), ("v", kv_size)):
+        shapes[f"{name}_proj.weight"] = (size, hidden)
+        if config["model_type"] == "qwen2" or config.get("attention_bias"):
+            shapes[f"{name}_proj.bias"] = (size,)
+    if config.get("attention_bias"):
+        shapes["o_proj.bias"] = (hidden,)
+    if config["model_type"].startswith("qwen3"):
+        shapes |= {f"{name}_norm.weight": (head_dim,) for name in "qk"}
+    return shapes
+
+
+def _latent_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, heads, rank = config["hidden_size"], config["num_attention_heads"], config["kv_lora_rank"]
+    q_size = heads * (config["qk_nope_head_dim"] + config["qk_rope_head_dim"])
+    shapes: dict[str, tuple[int, ...]] = {
+        "kv_a_proj_with_mqa.weight": (rank + config["qk_rope_head_dim"], hidden),
+        "kv_a_layernorm.weight": (rank,),
+        "kv_b_proj.weight": (heads * (config["qk_nope_head_dim"] + config["v_head_dim"]), rank),
+        "o_proj.weight": (hidden, heads * config["v_head_dim"]),
+    }
+    if config["q_lora_rank"] is None:
+        shapes["q_proj.weight"] = (q_size, hidden)
+    else:
+        q_rank = config["q_lora_rank"]
+        shapes |= {"q_a_proj.weight": (q_rank, hidden), "q_a_layernorm.weight": (q_rank,)}
+        shapes["q_b_proj.weight"] = (q_size, q_rank)
+    if config.get("attention_bias"):
+        biased = ("kv_a_proj_with_mqa", "o_proj") + (("q_a_proj",) if config["q_lora_rank"] else ())
+        shapes |= {f"{name}.bias": shapes[f"{name}.weight"][:1] for name in biased}
+    return shapes
+
+
+def _mlp_shapes(config: dict[str, Any], layer: int) -> dict[str, tuple[int, ...]]:
+    hidden = config["hidden_size"]
+    num_experts = config.get("num_experts") or config.get("n_routed_experts")
+    has_bias = config.get("mlp_bias", False)
+    is_dense = layer in config.get("mlp_only_layers", ()) or layer < config.get("first_k_dense_replace", 0)
+    if not num_experts or is_dense or (layer + 1) % config.get("decoder_sparse_step", 1):
+        return _gated_shapes("", hidden, config["intermediate_size"], has_bias=has_bias)
+    shapes: dict[str, tuple[int, ...]] = {"gate.weight": (num_experts, hidden)}
+    if config["model_type"] == "deepseek_v3":
+        shapes["gate.e_score_correction_bias"] = (num_experts,)
+    inner = config["moe_intermediate_size"]
+    for expert in range(num_experts):
+        shapes |= _gated_shapes(f"experts.{expert}.", hidden, inner)
+    if num_shared := config.get("n_shared_experts"):
+        shapes |= _gated_shapes("shared_experts.", hidden, inner * num_shared, has_bias=has_bias)
+    return shapes
+
+
+def _gated_shapes(prefix: str, hidden: int, inner: int, *, has_bias: bool = False) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {f"{prefix}{name}_proj.weight": (inner, hidden) for name in ("gate", "up")}
+    shapes[f"{prefix}down_proj.weight"] = (hidden, inner)
+    if has_bias:
+        shapes |= {name.replace("weight", "bias"): shape[:1] for name, shape in list(shapes.items())}
     return shapes
 
 

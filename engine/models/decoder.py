@@ -14,8 +14,10 @@ from torch.nn import functional
 
 from engine.batch import StepBatch
 from engine.models import WeightSource
+from engine.models.deepseek import LatentAttention
 from engine.models.dense import GatedMlp, GroupedAttention
 from engine.models.layers import Rotary
+from engine.models.moe import SparseMlp
 from engine.models.spec import ModelSpec
 from kernels.api import AttentionBatch, Kernels
 
@@ -99,9 +101,11 @@ class Decoder:
 
 def _load_layer(spec: ModelSpec, index: int, source: WeightSource, kernels: Kernels) -> Layer:
     prefix = f"model.layers.{index}."
+    attention = GroupedAttention if spec.latent is None else LatentAttention
+    mlp = SparseMlp if spec.experts and index in spec.experts.layers else GatedMlp
     return Layer(
         input_norm=source.get(prefix + "input_layernorm.weight"),
-        attention=GroupedAttention(spec, index, source, kernels),
+        attention=attention(spec, index, source, kernels),
         mlp_norm=source.get(prefix + "post_attention_layernorm.weight"),
-        mlp=GatedMlp(prefix + "mlp.", source, kernels, has_bias=spec.mlp_bias),
+        mlp=mlp(spec, prefix + "mlp.", source, kernels),
     )

@@ -6,7 +6,7 @@ Shape legend: N rows, H query heads, G key-value heads, D head size. Knows no re
 from torch import Tensor
 
 from engine.models import WeightSource
-from engine.models.layers import pack_fused
+from engine.models.layers import load_linear, pack_fused
 from engine.models.spec import ModelSpec
 from kernels.api import AttentionBatch, Kernels
 
@@ -16,12 +16,12 @@ class GroupedAttention:
 
     def __init__(self, spec: ModelSpec, index: int, source: WeightSource, kernels: Kernels) -> None:
         prefix = f"model.layers.{index}.self_attn."
-        projections = [prefix + name for name in ("q_proj", "k_proj", "v_proj")]
+        qkv = [load_linear(source, prefix + name, has_bias=spec.qkv_bias) for name in ("q_proj", "k_proj", "v_proj")]
         self._kernels = kernels
-        self._qkv = pack_fused(source, kernels, projections, has_bias=spec.qkv_bias)
+        self._qkv = pack_fused(kernels, qkv)
         self._q_norm = source.get(prefix + "q_norm.weight") if spec.qk_norm else None
         self._k_norm = source.get(prefix + "k_norm.weight") if spec.qk_norm else None
-        self.output = pack_fused(source, kernels, [prefix + "o_proj"], has_bias=spec.output_bias)
+        self.output = pack_fused(kernels, [load_linear(source, prefix + "o_proj", has_bias=spec.output_bias)])
         self._window = spec.layer_windows[index]
         self._num_kv_heads, self._head_dim, self._eps = spec.num_kv_heads, spec.head_dim, spec.rms_norm_eps
         self._sizes = [heads * spec.head_dim for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]
@@ -46,10 +46,13 @@ class GroupedAttention:
 class GatedMlp:
     """Implements decoder.FeedForward: down(silu(gate x) * up x), gate and up fused in one projection."""
 
-    def __init__(self, prefix: str, source: WeightSource, kernels: Kernels, *, has_bias: bool = False) -> None:
+    def __init__(self, spec: ModelSpec, prefix: str, source: WeightSource, kernels: Kernels) -> None:
+        gate, up, down = (
+            load_linear(source, prefix + name, has_bias=spec.mlp_bias) for name in ("gate_proj", "up_proj", "down_proj")
+        )
         self._kernels = kernels
-        self._gate_up = pack_fused(source, kernels, [prefix + "gate_proj", prefix + "up_proj"], has_bias=has_bias)
-        self._down = pack_fused(source, kernels, [prefix + "down_proj"], has_bias=has_bias)
+        self._gate_up = pack_fused(kernels, [gate, up])
+        self._down = pack_fused(kernels, [down])
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """See FeedForward.__call__."""

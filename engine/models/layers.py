@@ -5,7 +5,7 @@ Rotary formulas as in transformers' modeling_rope_utils. Knows no layers; the op
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,11 +15,26 @@ from engine.models.spec import RopeSpec
 from kernels.api import Kernels
 
 
-def pack_fused(source: WeightSource, kernels: Kernels, modules: Sequence[str], *, has_bias: bool = False) -> Any:
+class Linear(NamedTuple):
+    """A linear module's weight [out, in] and bias [out]."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+def load_linear(source: WeightSource, module: str, *, has_bias: bool = False) -> Linear:
+    """Read the linear module of that name."""
+    return Linear(source.get(f"{module}.weight"), source.get(f"{module}.bias") if has_bias else None)
+
+
+def pack_fused(kernels: Kernels, linears: Sequence[Linear]) -> Any:
     """Pack linear modules of one input as a single projection whose outputs follow each other."""
-    weight = torch.cat([source.get(f"{module}.weight") for module in modules])
-    bias = torch.cat([source.get(f"{module}.bias") for module in modules]) if has_bias else None
-    return kernels.pack_weight(weight, bias)
+    weight = torch.cat([linear.weight for linear in linears])
+    if all(linear.bias is None for linear in linears):
+        return kernels.pack_weight(weight)
+    zero = weight.new_zeros(1)
+    biases = [zero.expand(len(linear.weight)) if linear.bias is None else linear.bias for linear in linears]
+    return kernels.pack_weight(weight, torch.cat(biases))
 
 
 class Rotary:
@@ -56,7 +71,21 @@ def attention_scale(rope: RopeSpec) -> float:
         return 1.0
     if rope.attention_factor is not None:
         return rope.attention_factor
-    return 0.1 * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+    if rope.mscale and rope.mscale_all_dim:
+        return _yarn_scale(rope.factor, rope.mscale) / _yarn_scale(rope.factor, rope.mscale_all_dim)
+    return _yarn_scale(rope.factor, 1.0)
+
+
+def softmax_scale(rope: RopeSpec, query_size: int) -> float:
+    """Factor on the scores of latent attention; DeepSeek's yarn puts part of its attention factor here."""
+    scale = query_size**-0.5
+    if rope.kind == "yarn" and rope.mscale_all_dim:
+        return scale * _yarn_scale(rope.factor, rope.mscale_all_dim) ** 2
+    return scale
+
+
+def _yarn_scale(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _llama3(rope: RopeSpec, frequencies: Tensor) -> Tensor:

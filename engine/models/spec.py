@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from engine.models.gguf_config import config_of_gguf
+from kernels.api import Gate, Scoring
 from schemas.errors import ModelError
 
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -20,7 +22,8 @@ _HARMLESS = frozenset({
     "is_llama_config", "auto_map", "unsloth_version", "unsloth_fixed", "transformers.js_config", "return_dict",
     "output_attentions", "output_hidden_states", "tokenizer_class", "problem_type", "id2label", "label2id",
     "chunk_size_feed_forward", "is_encoder_decoder", "_attn_implementation", "_attn_implementation_internal",
-    "task_specific_params", "model_max_length", "pad_token", "bos_token", "eos_token",
+    "task_specific_params", "model_max_length", "pad_token", "bos_token", "eos_token", "aux_loss_alpha", "seq_aux",
+    "router_aux_loss_coef", "output_router_logits", "ep_size",
 })
 """Fields that never change a forward pass of an architecture that we run."""
 
@@ -29,8 +32,37 @@ _UNDERSTOOD = frozenset({
     "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters",
     "rope_interleaved", "max_position_embeddings", "tie_word_embeddings", "attention_bias", "mlp_bias",
     "use_sliding_window", "sliding_window", "max_window_layers", "layer_types", "partial_rotary_factor",
+    "quantization_config",
 })
-"""Fields that ``ModelSpec.from_config`` reads or checks."""
+"""Fields that ``ModelSpec.from_config`` reads or checks for every architecture."""
+
+_DEEPSEEK = frozenset({
+    "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim",
+    "rope_interleave", "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size",
+    "first_k_dense_replace", "moe_layer_freq", "n_group", "topk_group", "topk_method", "scoring_func",
+    "norm_topk_prob", "routed_scaling_factor",
+})
+_UNDERSTOOD_BY = {
+    "qwen3_moe": frozenset({
+        "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob",
+        "decoder_sparse_step", "mlp_only_layers",
+    }),
+    "deepseek_v2": _DEEPSEEK,
+    "deepseek_v3": _DEEPSEEK | {"num_nextn_predict_layers", "num_mtp_layers"},
+}
+"""Fields that it reads or checks for one architecture more."""
+
+_ALLOWED: dict[str, dict[str, tuple[Any, ...]]] = {
+    "": {"hidden_act": ("silu",), "rope_interleaved": (False,), "partial_rotary_factor": (1.0,)},
+    "deepseek_v2": {
+        "scoring_func": ("softmax",),
+        "topk_method": ("greedy", "group_limited_greedy"),
+        "moe_layer_freq": (1,),
+        "norm_topk_prob": (False,),  # transformers ignores it, DeepSeek's own code does not
+    },
+    "deepseek_v3": {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)},
+}
+"""The only values that are implemented, the default first; under "" for every architecture."""
 # fmt: on
 
 
@@ -48,6 +80,8 @@ class RopeSpec:
     beta_slow: float = 1.0
     attention_factor: float | None = None  # yarn: None means 0.1 ln(factor) + 1
     truncate: bool = True  # yarn: round the bounds of the ramp
+    mscale: float = 0.0  # yarn in DeepSeek's models: numerator of the attention factor, if both are set ...
+    mscale_all_dim: float = 0.0  # ... and its denominator, which scales the softmax instead
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "RopeSpec":
@@ -70,13 +104,102 @@ _ROPE_FIELDS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor", "beta_fast", "beta_slow", "attention_factor", "truncate"),
+    "yarn": ("factor", "beta_fast", "beta_slow", "attention_factor", "truncate", "mscale", "mscale_all_dim"),
 }
 
 
 @dataclass(frozen=True)
+class LatentSpec:
+    """Multi-head latent attention: what is cached of a token is one latent and one rotated key for all heads."""
+
+    q_rank: int | None  # queries pass through a latent of their own, or not
+    kv_rank: int
+    key_size: int  # of a head, without its rotated part
+    rope_size: int
+    value_size: int
+    is_interleaved: bool  # the checkpoint's rotary pairs are neighbours, not halves
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> "LatentSpec":
+        """Read a DeepSeek config. Raises ModelError."""
+        num_heads = _count(config, "num_attention_heads")
+        if config.get("num_key_value_heads", num_heads) != num_heads:
+            raise ModelError("config.json: latent attention needs as many num_key_value_heads as num_attention_heads")
+        spec = cls(
+            q_rank=_count(config, "q_lora_rank") if config.get("q_lora_rank") is not None else None,
+            kv_rank=_count(config, "kv_lora_rank"),
+            key_size=_count(config, "qk_nope_head_dim"),
+            rope_size=_count(config, "qk_rope_head_dim"),
+            value_size=_count(config, "v_head_dim"),
+            is_interleaved=bool(config.get("rope_interleave", True)),
+        )
+        query_size = spec.key_size + spec.rope_size
+        if config.get("qk_head_dim", query_size) != query_size or spec.rope_size % 2:
+            raise ModelError(f"config.json: query heads of {spec.key_size} + {spec.rope_size} do not fit qk_head_dim")
+        return spec
+
+
+@dataclass(frozen=True)
+class ExpertSpec:
+    """The feed-forward part of sparse layers."""
+
+    num_experts: int
+    intermediate_size: int  # of one expert
+    shared_size: int  # inner size of the expert that sees every row; 0: none
+    gate: Gate
+    has_gate_bias: bool  # scores have a bias for picking experts
+    layers: frozenset[int]  # the sparse ones; the others have a dense feed-forward part
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], architecture: str, num_layers: int) -> "ExpertSpec":
+        """Read a DeepSeek or Qwen3-MoE config. Raises ModelError."""
+        is_qwen = architecture == "qwen3_moe"
+        name = "num_experts" if config.get("num_experts") else "num_local_experts"
+        num_experts = _count(config, name if is_qwen else "n_routed_experts")
+        size = _count(config, "moe_intermediate_size")
+        gate = _gate(config, architecture)
+        group_size, is_uneven = divmod(num_experts, gate.num_groups)
+        num_open = gate.num_groups_selected * group_size
+        if is_uneven or gate.num_groups_selected > gate.num_groups or gate.num_selected > num_open:
+            raise ModelError(
+                f"config.json: {gate.num_selected} of {num_experts} experts do not fit {gate.num_groups_selected} of "
+                f"{gate.num_groups} groups"
+            )
+        return cls(
+            num_experts=num_experts,
+            intermediate_size=size,
+            shared_size=0 if is_qwen else size * int(config.get("n_shared_experts") or 0),
+            gate=gate,
+            has_gate_bias=architecture == "deepseek_v3",
+            layers=frozenset(_sparse_layers(config, num_layers)),
+        )
+
+
+def _gate(config: Mapping[str, Any], architecture: str) -> Gate:
+    num_selected = _count(config, "num_experts_per_tok")
+    if architecture == "qwen3_moe":
+        return Gate(Scoring.SOFTMAX, num_selected, is_normalized=bool(config.get("norm_topk_prob")))
+    scale = config.get("routed_scaling_factor")
+    if not isinstance(scale, int | float):
+        raise ModelError(f"config.json: routed_scaling_factor must be a number, not {scale!r}")
+    if architecture == "deepseek_v3":
+        groups = _count(config, "n_group"), _count(config, "topk_group")
+        return Gate(Scoring.SIGMOID, num_selected, *groups, 2, bool(config.get("norm_topk_prob", True)), float(scale))
+    is_grouped = config.get("topk_method") == "group_limited_greedy"
+    groups = (_count(config, "n_group"), _count(config, "topk_group")) if is_grouped else (1, 1)
+    return Gate(Scoring.SOFTMAX, num_selected, *groups, scale=float(scale))
+
+
+def _sparse_layers(config: Mapping[str, Any], num_layers: int) -> range | list[int]:
+    if (first := config.get("first_k_dense_replace")) is not None:
+        return range(int(first), num_layers)
+    step, dense = int(config.get("decoder_sparse_step") or 1), config.get("mlp_only_layers") or ()
+    return [layer for layer in range(num_layers) if (layer + 1) % step == 0 and layer not in dense]
+
+
+@dataclass(frozen=True)
 class ModelSpec:
-    """The shape of a dense decoder."""
+    """The shape of a decoder."""
 
     architecture: str
     vocab_size: int
@@ -95,6 +218,10 @@ class ModelSpec:
     mlp_bias: bool
     qk_norm: bool  # RMSNorm over each head of q and k, before the rotary embedding
     layer_windows: tuple[int | None, ...]  # keys that a layer's rows see, themselves included; None: all
+    latent: LatentSpec | None = None  # else grouped attention; its rotated part is head_dim
+    experts: ExpertSpec | None = None
+    num_mtp_layers: int = 0  # the checkpoint may hold so many layers more, which draft tokens
+    fp8_block: tuple[int, int] | None = None  # rows and columns that share a scale, in a checkpoint with fp8 weights
 
     @property
     def sliding_window(self) -> int | None:
@@ -108,7 +235,8 @@ class ModelSpec:
         architecture = str(config.get("model_type"))
         if architecture not in ARCHITECTURES:
             raise ModelError(f"model_type {architecture!r} is not implemented; known: {', '.join(ARCHITECTURES)}")
-        _check_fields(config)
+        _check_fields(config, architecture)
+        is_deepseek = architecture.startswith("deepseek")
         num_heads, num_layers = _count(config, "num_attention_heads"), _count(config, "num_hidden_layers")
         has_bias = bool(config.get("attention_bias"))
         return cls(
@@ -127,26 +255,54 @@ class ModelSpec:
             qkv_bias=has_bias or architecture == "qwen2",
             output_bias=has_bias and architecture != "qwen2",
             mlp_bias=bool(config.get("mlp_bias")),
-            qk_norm=architecture == "qwen3",
+            qk_norm=architecture.startswith("qwen3"),
             layer_windows=_layer_windows(config, architecture, num_layers),
+            latent=LatentSpec.from_config(config) if is_deepseek else None,
+            experts=ExpertSpec.from_config(config, architecture, num_layers)
+            if architecture in _UNDERSTOOD_BY
+            else None,
+            num_mtp_layers=int(config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0),
+            fp8_block=_fp8_block(config),
         )
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any], tensor_names: frozenset[str]) -> "ModelSpec":
         """Read GGUF metadata; ``tensor_names`` tell what the metadata leave out (tied head, biases)."""
-        return cls.from_config(_config_of_gguf(metadata, tensor_names))
+        return cls.from_config(config_of_gguf(metadata, tensor_names))
 
 
-def _check_fields(config: Mapping[str, Any]) -> None:
+def _check_fields(config: Mapping[str, Any], architecture: str) -> None:
+    understood = _UNDERSTOOD | _UNDERSTOOD_BY.get(architecture, frozenset())
     for name, value in config.items():
         is_off = value is None or value is False or value in ({}, [])
-        if name in _UNDERSTOOD or name in _HARMLESS or name.endswith(("_token_id", "_token_ids")) or is_off:
+        if name in understood or name in _HARMLESS or name.endswith(("_token_id", "_token_ids")) or is_off:
             continue
         raise ModelError(f"config.json: field {name}={value!r} is not understood and could change the result")
-    wanted = {"hidden_act": ("silu",), "rope_interleaved": (False,), "partial_rotary_factor": (1.0,)}
-    for name, allowed in wanted.items():
+    for name, allowed in (_ALLOWED[""] | _ALLOWED.get(architecture, {})).items():
         if config.get(name, allowed[0]) not in allowed:
-            raise ModelError(f"config.json: {name}={config[name]!r} is not implemented, only {allowed[0]!r}")
+            only = " or ".join(map(repr, allowed))
+            raise ModelError(f"config.json: {name}={config[name]!r} is not implemented, only {only}")
+
+
+def _fp8_block(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Read quantization_config: DeepSeek's fp8 weights with one scale a block, or none."""
+    fields = dict(config.get("quantization_config") or {})
+    if not fields:
+        return None
+    block = fields.pop("weight_block_size", None)
+    wanted = {"quant_method": ("fp8",), "fmt": (None, "e4m3"), "scale_fmt": (None, "ue8m0")}
+    is_known = all(fields.pop(name, None) in values for name, values in wanted.items())
+    fields = {name: value for name, value in fields.items() if name not in _HARMLESS_IN_FP8 and value}
+    if not is_known or fields or not isinstance(block, list) or len(block) != 2:
+        raise ModelError(
+            f"config.json: quantization_config={config['quantization_config']!r} is not implemented, only fp8 (e4m3) "
+            "with a weight_block_size of two numbers"
+        )
+    return int(block[0]), int(block[1])
+
+
+_HARMLESS_IN_FP8 = ("activation_scheme", "modules_to_not_convert", "ignored_layers")
+"""How activations would be quantised, which ours are not, and what the tensors themselves show."""
 
 
 def _count(config: Mapping[str, Any], name: str) -> int:
@@ -157,6 +313,8 @@ def _count(config: Mapping[str, Any], name: str) -> int:
 
 
 def _head_dim(config: Mapping[str, Any], architecture: str) -> int:
+    if architecture.startswith("deepseek"):
+        return _count(config, "qk_rope_head_dim")
     hidden_size, num_heads = _count(config, "hidden_size"), _count(config, "num_attention_heads")
     head_dim = int(config.get("head_dim") or (128 if architecture == "qwen3" else hidden_size // num_heads))
     num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
@@ -176,72 +334,6 @@ def _layer_windows(config: Mapping[str, Any], architecture: str, num_layers: int
         if unknown or len(kinds) != num_layers:
             raise ModelError(f"config.json: layer_types of {num_layers} layers not understood: {kinds!r}")
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    first = int(config.get("max_window_layers") or 0) if architecture.startswith("qwen") else 0
-    applies = architecture in ("mistral", "qwen2", "qwen3")
+    first = int(config.get("max_window_layers") or 0) if architecture in ("qwen2", "qwen3") else 0
+    applies = architecture in ("mistral", "qwen2", "qwen3", "qwen3_moe")
     return tuple(window if applies and layer >= first else None for layer in range(num_layers))
-
-
-_GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
-
-_GGUF_FIELDS = {
-    "hidden_size": "embedding_length",
-    "intermediate_size": "feed_forward_length",
-    "num_hidden_layers": "block_count",
-    "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-    "max_position_embeddings": "context_length",
-    "rope_theta": "rope.freq_base",
-    "head_dim": "attention.key_length",
-}
-"""Fields of config.json and their GGUF names after the architecture's prefix."""
-
-_GGUF_CHECKED = (
-    "vocab_size",
-    "rope.dimension_count",
-    "attention.value_length",
-    "rope.scaling.type",
-    "rope.scaling.factor",
-)
-
-
-def _config_of_gguf(metadata: Mapping[str, Any], tensor_names: frozenset[str]) -> dict[str, Any]:
-    """Rewrite GGUF metadata as a config.json. Raises ModelError for what has no counterpart there."""
-    architecture = str(metadata.get("general.architecture"))
-    if architecture not in _GGUF_ARCHITECTURES:
-        raise ModelError(
-            f"GGUF architecture {architecture!r} is not implemented; known: {', '.join(_GGUF_ARCHITECTURES)}"
-        )
-    prefix = f"{architecture}."
-    fields = {name.removeprefix(prefix): value for name, value in metadata.items() if name.startswith(prefix)}
-    for name, value in fields.items():
-        if name not in (*_GGUF_FIELDS.values(), *_GGUF_CHECKED):
-            raise ModelError(f"GGUF field {prefix}{name}={value!r} is not understood and could change the result")
-    if "rope_freqs.weight" in tensor_names:
-        raise ModelError(
-            "GGUF tensor rope_freqs.weight (scaled rotary frequencies) is not implemented: use another format"
-        )
-    config = {name: fields[gguf_name] for name, gguf_name in _GGUF_FIELDS.items() if gguf_name in fields}
-    config |= {
-        "model_type": architecture,
-        "vocab_size": fields.get("vocab_size") or len(metadata.get("tokenizer.ggml.tokens", ())),
-        "tie_word_embeddings": "output.weight" not in tensor_names,
-        "attention_bias": architecture != "qwen2" and "blk.0.attn_q.bias" in tensor_names,
-        "rope_scaling": _gguf_rope_scaling(fields),
-    }
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    for name in ("rope.dimension_count", "attention.value_length"):
-        if fields.get(name, head_dim) != head_dim:
-            raise ModelError(
-                f"GGUF field {prefix}{name}={fields[name]!r} is not implemented, only the head size {head_dim}"
-            )
-    return config
-
-
-def _gguf_rope_scaling(fields: Mapping[str, Any]) -> dict[str, Any] | None:
-    kind = fields.get("rope.scaling.type", "none")
-    if kind == "none":
-        return None
-    if kind != "linear":
-        raise ModelError(f"GGUF rope scaling {kind!r} is not implemented: use safetensors")
-    return {"rope_type": "linear", "factor": float(fields["rope.scaling.factor"])}

@@ -86,6 +86,7 @@ def test_the_same_rows_give_the_same_tokens_in_every_arrangement(tiny: tuple[str
         {"max_num_seqs": 8, "max_num_batched_tokens": 512},
         {"max_num_seqs": 8, "max_num_batched_tokens": 11, "prefix_cache": False},
         {"max_num_seqs": 4, "block_size": 3},
+        {"max_num_seqs": 4, "block_size": 64},
     ]
     outputs = [
         [c.token_ids for c in run(make_engine(name, 128, num_threads=1, **settings), prompts, 12)]

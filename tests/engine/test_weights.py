@@ -84,11 +84,74 @@ def test_missing_and_broken_weight_files_are_named(tmp_path: Path) -> None:
         load(directory)
 
 
-def test_random_weights_need_no_weight_file_and_are_the_same_each_time(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(tiny_config("qwen2")))
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "deepseek_v2_lite", "deepseek_v3"])
+def test_random_weights_need_no_weight_file_and_are_the_same_each_time(tmp_path: Path, family: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config(family)))
     first, second = all_logits(load(tmp_path, "random")), all_logits(load(tmp_path, "random"))
     assert torch.equal(first, second)
     assert first.std() > 0
+
+
+def quantize_to_fp8(weight: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Block by block as DeepSeek publishes: (float8 weight, inverse scales, the fp32 values that they stand for)."""
+    rows, columns = weight.shape
+    quantized, meant = torch.empty_like(weight, dtype=torch.float8_e4m3fn), torch.empty_like(weight)
+    scales = torch.empty(-(-rows // block), -(-columns // block))
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            part = slice(i * block, (i + 1) * block), slice(j * block, (j + 1) * block)
+            scales[i, j] = weight[part].abs().max() / 448
+            quantized[part] = (weight[part] / scales[i, j]).to(torch.float8_e4m3fn)
+            meant[part] = quantized[part].float() * scales[i, j]
+    return quantized, scales, meant
+
+
+def write_fp8_model(directory: Path, block: int) -> tuple[Path, Path]:
+    """A tiny DeepSeek-V3 with fp8 linear layers, and the same values in fp32: two directories."""
+    fp8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [block, block]}
+    narrow = write_tiny_model(directory / "narrow", "deepseek_v3", quantization_config=fp8)
+    wide = write_tiny_model(directory / "wide", "deepseek_v3")
+    stored, meant = {}, {}
+    for name, tensor in load_file(wide / "model.safetensors").items():
+        is_kept = tensor.dim() == 1 or any(part in name for part in ("embed_tokens", "lm_head", "mlp.gate."))
+        if is_kept:
+            stored[name] = meant[name] = tensor
+        else:
+            stored[name], stored[f"{name}_scale_inv"], meant[name] = quantize_to_fp8(tensor, block)
+    save_file(stored, narrow / "model.safetensors")
+    save_file(meant, wide / "model.safetensors")
+    return narrow, wide
+
+
+@pytest.mark.parametrize("block", [16, 128])
+def test_an_fp8_checkpoint_means_its_values_times_their_blocks_scales(tmp_path: Path, block: int) -> None:
+    narrow, wide = write_fp8_model(tmp_path, block)
+    torch.testing.assert_close(all_logits(load(narrow)), all_logits(load(wide)), atol=1e-5, rtol=1e-5)
+
+
+def test_fp8_without_fitting_scales_is_refused_by_name(tmp_path: Path) -> None:
+    narrow, _ = write_fp8_model(tmp_path, 16)
+    path, name = narrow / "model.safetensors", "model.layers.0.self_attn.o_proj.weight"
+    weights = load_file(path)
+    scales = weights.pop(f"{name}_scale_inv")
+    save_file(weights, path)
+    with pytest.raises(ModelError, match=f"{name} is in fp8, but has no {name}_scale_inv"):
+        load(narrow)
+    save_file({**weights, f"{name}_scale_inv": scales[:1]}, path)
+    with pytest.raises(ModelError, match=r"fp8 scales of shape \(1, 3\) for a weight of 64 x 48: want \(4, 3\)"):
+        load(narrow)
+
+
+def test_layers_that_draft_tokens_are_skipped_where_the_config_has_them(tmp_path: Path) -> None:
+    directory = write_tiny_model(tmp_path, "deepseek_v3")
+    wanted = all_logits(load(directory))
+    path = directory / "model.safetensors"
+    save_file({**load_file(path), "model.layers.3.eh_proj.weight": torch.zeros(64, 128)}, path)
+    assert torch.equal(all_logits(load(directory)), wanted)
+    config = tiny_config("deepseek_v3", num_nextn_predict_layers=0)
+    (directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"does not use.*model.layers.3.eh_proj.weight"):
+        load(directory)
 
 
 def write_gguf(path: Path, family: str) -> Path:

@@ -14,7 +14,7 @@ from schemas.records import ModelRef
 from tests.step_batches import BLOCK_SIZE, block_tables, step_batch
 from tests.tiny_models import FAMILIES, VOCAB_SIZE, write_tiny_model
 
-TOLERANCE = 1e-3
+TOLERANCE = 1e-4
 CPU = torch.device("cpu")
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {family: (family, {}) for family in FAMILIES} | {
@@ -30,6 +30,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {family: (family, {}) for fami
     ),
     "qwen3-untied": ("qwen3", {"tie_word_embeddings": False}),
     "mistral-no-window": ("mistral", {"sliding_window": None}),
+    "qwen3-moe-every-other-layer": (
+        "qwen3_moe",
+        {"mlp_only_layers": [], "decoder_sparse_step": 2, "norm_topk_prob": False},
+    ),
+    "v2-biases": ("deepseek_v2_lite", {"attention_bias": True, "mlp_bias": True, "rope_scaling": None}),
+    "v3-halves": ("deepseek_v3", {"rope_interleave": False, "norm_topk_prob": False, "attention_bias": True}),
+    "v3-one-group": ("deepseek_v3", {"n_group": 1, "topk_group": 1, "q_lora_rank": None, "rope_scaling": None}),
 }
 
 
@@ -111,15 +118,18 @@ def test_hidden_states_come_for_logit_rows_only(tmp_path: Path) -> None:
     assert model.logits(model.forward(empty, cache)).shape == (0, VOCAB_SIZE)
 
 
-def test_a_cache_takes_the_bytes_it_announces(tmp_path: Path) -> None:
-    model = load_tiny(write_tiny_model(tmp_path), "bfloat16")
-    cache = model.alloc_cache(5, BLOCK_SIZE)
-    assert sum(layer.nbytes for layer in cache) == 5 * model.cache_bytes_per_block(BLOCK_SIZE)
+@pytest.mark.parametrize(("family", "values_per_token"), [("llama", 2 * 2 * 2 * 16), ("deepseek_v3", 3 * (32 + 8))])
+def test_a_cache_takes_the_bytes_it_announces(tmp_path: Path, family: str, values_per_token: int) -> None:
+    model = load_tiny(write_tiny_model(tmp_path, family), "bfloat16")
+    cache = model.alloc_cache(5, 64)
+    assert sum(layer.nbytes for layer in cache) == 5 * model.cache_bytes_per_block(64) == 5 * 64 * 2 * values_per_token
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_stays_close_to_fp32(tmp_path: Path, dtype: str) -> None:
-    directory = write_tiny_model(tmp_path, "qwen2")
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("qwen2", "bfloat16"), ("qwen2", "float16"), ("deepseek_v2_lite", "bfloat16")]
+)
+def test_half_precision_stays_close_to_fp32(tmp_path: Path, family: str, dtype: str) -> None:
+    directory = write_tiny_model(tmp_path, family)
     ids, tables = random_ids(40, seed=7), block_tables([40])
     wanted, got = (
         model.logits(model.forward(step_batch([ids], [0], tables, logits_rows=range(40)), model.alloc_cache(16, 4)))

@@ -1,0 +1,53 @@
+"""The sparse feed-forward part of Qwen3-MoE and DeepSeek: a router, its experts, and an expert that sees every row.
+
+Shape legend: N rows, E experts, I inner size of an expert. Knows no attention and no files.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine.models import WeightSource
+from engine.models.dense import GatedMlp
+from engine.models.spec import ModelSpec
+from kernels.api import Kernels
+
+
+class SparseMlp:
+    """Implements decoder.FeedForward. Routing is in fp32 whatever the model's dtype."""
+
+    def __init__(self, spec: ModelSpec, prefix: str, source: WeightSource, kernels: Kernels) -> None:
+        experts = spec.experts
+        assert experts is not None, "a sparse layer needs experts"
+        self._kernels = kernels
+        self._gate = experts.gate
+        self._router = source.get(prefix + "gate.weight", torch.float32)
+        self._router_bias = (
+            source.get(prefix + "gate.e_score_correction_bias", torch.float32) if experts.has_gate_bias else None
+        )
+        each = [f"{prefix}experts.{expert}." for expert in range(experts.num_experts)]
+        gate_up = _stack(source, each, ("gate_proj", "up_proj"))
+        self._experts = kernels.pack_experts(gate_up, _stack(source, each, ("down_proj",)))
+        self._shared = GatedMlp(spec, prefix + "shared_experts.", source, kernels) if experts.shared_size else None
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """See FeedForward.__call__."""
+        kernels = self._kernels
+        logits = functional.linear(hidden.float(), self._router)
+        weights, experts = kernels.route(logits, self._gate, self._router_bias)
+        out = kernels.experts_mlp(hidden, weights, experts, self._experts)
+        return out if self._shared is None else out.add_(self._shared(hidden))
+
+
+def _stack(source: WeightSource, experts: Sequence[str], projections: Sequence[str]) -> Tensor:
+    """One tensor [E, rows, in] of each expert's projections one below the other, filled expert by expert."""
+    stacked: Tensor | None = None
+    for index, prefix in enumerate(experts):
+        parts = [source.get(f"{prefix}{name}.weight") for name in projections]
+        if stacked is None:
+            stacked = parts[0].new_empty(len(experts), sum(len(part) for part in parts), parts[0].shape[1])
+        torch.cat(parts, out=stacked[index])
+    assert stacked is not None, "there is at least one expert"
+    return stacked

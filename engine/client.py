@@ -36,7 +36,7 @@ from engine.rank_process import RANK_COMMAND, RankProcess
 from engine.tracker import Resolved, Tracked, Tracker, error_completion
 from schemas import errors
 from schemas.errors import EngineDied, EngineError, KernelError, ModelError, NightmillError
-from schemas.records import Completion, Constraint, ModelRef, Request
+from schemas.records import Completion, Constraint, FinishReason, ModelRef, Request
 from schemas.settings import EngineSettings
 
 DEATH_WINDOW_S = 600.0  # settings.engine.max_restarts counts deaths within it
@@ -76,6 +76,7 @@ class EngineClient:
         self.pid: int | None = None
         self.stats: Heartbeat | None = None  # counters start again at zero after a restart
         self.num_restarts = 0
+        self.num_hangs = 0  # of these restarts, those after a silence
         self._start_frame = pack(
             Start(protocol_version=PROTOCOL_VERSION, model=model, engine=settings.model_dump(mode="json"))
         )
@@ -89,7 +90,8 @@ class EngineClient:
         self._failure: NightmillError | None = None  # set once, at the end
         self._orders = itertools.count()
         self._tracker = Tracker()
-        self._deaths: deque[float] = deque()  # supervisor only
+        self._deaths: deque[float] = deque()  # supervisor only, as the next
+        self._has_served = False  # since the last time that a request was found to be what kills the engine
         self._pack_constraint = functools.lru_cache(maxsize=64)(_pack_constraint)
 
     @property
@@ -177,9 +179,9 @@ class EngineClient:
             self._note_death(death)
             if failure := self._final_failure(death):
                 return failure
-            self._settle(self._tracker.requeue, str(death.error))
+            self._absolve(self._settle(self._tracker.requeue, str(death.error)))
             with self._changed:
-                backoff_s = min(MAX_BACKOFF_S, 0.1 * 2 ** (len(self._deaths) - 1))
+                backoff_s = min(MAX_BACKOFF_S, 0.1 * 2 ** max(0, len(self._deaths) - 1))
                 if self._changed.wait_for(lambda: self._is_stopping, backoff_s):
                     return EngineError("the engine was stopped")
             self.num_restarts += 1
@@ -228,6 +230,7 @@ class EngineClient:
 
     def _overdue(self, is_loaded: bool) -> _Death:
         if is_loaded:
+            self.num_hangs += 1
             return _Death(EngineDied(f"the engine hung: no heartbeat for {self._settings.hang_timeout_s:g} s"))
         return _Death(
             EngineError(
@@ -238,6 +241,7 @@ class EngineClient:
     def _receive(self, frame: RankFrame) -> _Death | None:
         match frame:
             case Completions(completions=completions):
+                self._has_served = True
                 self._settle(self._tracker.finish, completions)
             case Heartbeat():
                 self.stats = frame
@@ -252,13 +256,20 @@ class EngineClient:
                 return _Death(_error_class(kind)(message))
         return None
 
-    def _settle(self, change: Callable[[T], Resolved], argument: T) -> None:
+    def _settle(self, change: Callable[[T], Resolved], argument: T) -> Resolved:
         """Change the tables under the lock, then set the futures without it: their callbacks may call the client."""
         with self._changed:
             resolved = change(argument)
             self._changed.notify_all()
         for future, completion in resolved:
             future.set_result(completion)
+        return resolved
+
+    def _absolve(self, given_up: Resolved) -> None:
+        """Forget the deaths once a request is found to blame; an engine that serves nobody is to blame itself."""
+        if self._has_served and any(done.finish_reason is FinishReason.ERROR for _, done in given_up):
+            self._has_served = False
+            self._deaths.clear()
 
     def _note_death(self, death: _Death) -> None:
         now = time.monotonic()

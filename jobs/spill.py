@@ -18,7 +18,7 @@ from jobs.job import Job
 from jobs.parts import version
 from jobs.store import STAGING, LocalDirectory
 from schemas.errors import StoreError
-from schemas.records import FORMAT_VERSION, Chunk, Record, RowResult
+from schemas.records import FORMAT_VERSION, Chunk, Record, RowResult, RowStatus
 
 FLUSH_S = 1.0
 MAX_AGE_S = 7 * 24 * 3600.0  # of what nobody came back for
@@ -48,6 +48,7 @@ class Spill:
         self._flush_s = flush_s
         self._flush_at_s = time.monotonic() + flush_s
         self._buffer: list[bytes] = []
+        self._doubtful: list[bytes] = []  # failed rows: the engine may be broken, and they be tried on another
         self._file: IO[bytes] | None = None
         self._is_broken = False
 
@@ -67,9 +68,14 @@ class Spill:
     def add(self, row: RowResult) -> None:
         """Keep a finished row; it is on its way to the disk within ``flush_s`` of the next call."""
         try:
-            self._buffer.append(_frame(row))
+            frame = _frame(row)
         except UnicodeEncodeError:
             return  # half of a surrogate pair: computed again
+        if row.status is RowStatus.FAILED:
+            self._doubtful.append(frame)
+            return
+        self._buffer += [*self._doubtful, frame]  # it serves others: the failed rows are to blame
+        self._doubtful.clear()
         if time.monotonic() >= self._flush_at_s:
             self._flush()
 

@@ -230,6 +230,7 @@ class EnginePool(BasePool):  # type: ignore[misc]
         engine = client and {
             "pid": client.pid,
             "num_restarts": client.num_restarts,
+            "num_hangs": client.num_hangs,
             "stats": msgspec.to_builtins(client.stats),
         }
         return {

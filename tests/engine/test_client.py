@@ -140,6 +140,25 @@ def test_two_poison_requests_do_not_take_a_neighbour_with_them() -> None:
         assert reasons == {FinishReason.STOP: 18, FinishReason.ERROR: 2}
 
 
+def test_many_poison_requests_do_not_use_up_the_restarts() -> None:
+    """Deaths that were traced to a request say nothing about the engine, as long as it serves the others."""
+    with running(max_restarts=5) as client:
+        requests = [make_request(f"row {index}") for index in range(30)]
+        for index in (3, 11, 12, 25):
+            requests[index] = make_request("kill")
+        completions = results([client.submit(request) for request in requests])
+        failed = [index for index, done in enumerate(completions) if done.finish_reason is FinishReason.ERROR]
+        assert failed == [3, 11, 12, 25]
+        assert client.num_restarts > 5
+
+
+def test_an_engine_that_serves_nothing_is_given_up_however_many_requests_are_blamed() -> None:
+    with running(max_restarts=5) as client:
+        futures = [client.submit(make_request("kill")) for _ in range(12)]
+        with pytest.raises(EngineError, match="died 6 times"):
+            futures[-1].result(DEADLINE_S)
+
+
 @pytest.mark.parametrize("how", ["hung step", "stopped process"])
 def test_a_hang_is_noticed_and_cured_by_a_restart(how: str, tmp_path: Path) -> None:
     with running(hang_timeout_s=3.0) as client:
@@ -149,7 +168,7 @@ def test_a_hang_is_noticed_and_cured_by_a_restart(how: str, tmp_path: Path) -> N
             os.kill(client.pid, signal.SIGSTOP)
         completions = results([client.submit(make_request(text)), client.submit(make_request("neighbour"))])
         assert [c.text for c in completions] == [f"{text}|7|None", "neighbour|7|None"]
-        assert client.num_restarts == 1
+        assert (client.num_restarts, client.num_hangs) == (1, 1)
 
 
 def test_an_idle_engine_outlives_the_hang_limit() -> None:

@@ -163,6 +163,16 @@ def test_every_field_of_a_result_survives(tmp_path: Path) -> None:
     assert list(found.value) == ["b", "a"]
 
 
+def test_a_failed_row_is_kept_once_the_engine_has_served_another(tmp_path: Path) -> None:
+    """What breaks every row is the engine: the next worker's may be whole."""
+    job = make_job(tmp_path, chunk_rows=4)
+    good, failed = results_of(job, 0), results_of(job, 0, RowStatus.FAILED)
+    with closing(make_spill(job)) as spill:
+        for row in (failed[0], good[1], failed[2]):
+            spill.add(row)
+    assert make_spill(job).read() == {0: failed[0], 1: good[1]}
+
+
 class FullDisk(LocalDirectory):
     """Takes the first bytes of each log."""
 

@@ -1,4 +1,4 @@
-"""The grammar engine's EBNF dialect: parse, refuse what cannot work, recognise text independently of the engine.
+"""The grammar engine's EBNF dialect: parse, refuse what cannot work, recognise text independently by Lark's Earley.
 
 ``name ::= "literal" [a-z] (group | other)* other{2,5} # comment``; the start rule is ``root``. Knows no tokens.
 """
@@ -22,10 +22,6 @@ class Ref:
 
 
 Symbol = Ranges | Ref
-Item = tuple[str, tuple[Symbol, ...], int, int]
-"""Rule, alternative, symbols matched, start of the match."""
-Waiting = dict[str, list[Item]]
-"""Items of one position, by the rule they wait for."""
 Grammar = dict[str, list[tuple[Symbol, ...]]]
 """Plain productions: each rule's alternatives, each a row of character sets and rule names."""
 
@@ -59,6 +55,8 @@ class _Parser:
         self.tokens = list(self._tokens())
         self.position = 0
         self.rules: Grammar = {}
+        self.exact: dict[tuple[tuple[Symbol, ...], int], Ref] = {}
+        self.at_most: dict[tuple[tuple[Symbol, ...], int], Ref] = {}
         self.num_inner = 0
 
     def _tokens(self) -> Iterator[tuple[str, str, int]]:
@@ -130,14 +128,30 @@ class _Parser:
         return self.repeat(item, *bounds)
 
     def repeat(self, item: tuple[Symbol, ...], low: int, high: int | None) -> tuple[Symbol, ...]:
-        if high is None:
-            rest = self.inner([()])
-            self.rules[rest.name] = [(), (*item, rest)]
-            return (*(item * low), rest)
-        tail: tuple[Symbol, ...] = ()
-        for _ in range(high - low):
-            tail = (self.inner([(), (*item, *tail)]),)
-        return (*(item * low), *tail)
+        if high is not None:
+            return self.times(item, low) + self.up_to(item, high - low)
+        rest = self.inner([()])
+        self.rules[rest.name] = [(), (rest, *item)]  # recursive on the left: only the last item is ever open
+        return (*self.times(item, low), rest)
+
+    def times(self, item: tuple[Symbol, ...], count: int) -> tuple[Symbol, ...]:
+        """In halves, so that large counts take few rules and few open items."""
+        if count <= 3:
+            return item * count
+        if (item, count) not in self.exact:
+            half = count // 2
+            self.exact[item, count] = self.inner([self.times(item, half) + self.times(item, count - half)])
+        return (self.exact[item, count],)
+
+    def up_to(self, item: tuple[Symbol, ...], count: int) -> tuple[Symbol, ...]:
+        """Either less than half, or half and the rest: one derivation for each length."""
+        if count == 0:
+            return ()
+        if (item, count) not in self.at_most:
+            half = count - count // 2
+            more = self.times(item, half) + self.up_to(item, count - half)
+            self.at_most[item, count] = self.inner([self.up_to(item, half - 1), more])
+        return (self.at_most[item, count],)
 
     def inner(self, options: list[tuple[Symbol, ...]]) -> Ref:
         self.num_inner += 1
@@ -229,17 +243,15 @@ def _check(grammar: Grammar) -> None:
         )
 
 
-def _fixpoint(grammar: Grammar, *, is_nullable: bool = False) -> set[str]:
-    """The rules that derive some text, or with ``is_nullable`` the empty text."""
+def _fixpoint(grammar: Grammar) -> set[str]:
+    """The rules that derive some text."""
     found: set[str] = set()
     while True:
         more = {
             name
             for name, options in grammar.items()
             if name not in found
-            and any(
-                all(s.name in found if isinstance(s, Ref) else not is_nullable for s in option) for option in options
-            )
+            and any(all(s.name in found for s in option if isinstance(s, Ref)) for option in options)
         }
         if not more:
             return found
@@ -247,64 +259,50 @@ def _fixpoint(grammar: Grammar, *, is_nullable: bool = False) -> set[str]:
 
 
 class Recogniser:
-    """An Earley recogniser over characters: it builds no tree, so ambiguity costs nothing and any grammar ends."""
+    """Lark's Earley parser over characters: any grammar will do, at cubic time at worst. Threads may share it."""
 
     def __init__(self, grammar: Grammar) -> None:
-        self._options = grammar
-        self._nullable = _fixpoint(grammar, is_nullable=True)
+        from lark import Lark  # a tenth of a second that a submit does not need
+
+        source, start = _lark_grammar(grammar)
+        self._parser = Lark(source, start=start, parser="earley", lexer="dynamic", ambiguity="forest")  # builds no tree
 
     def first_error(self, text: str) -> int | None:
         """None if the grammar derives ``text``, else the index of the first misfit (its length: it ends too early)."""
-        chart: list[Waiting] = []
-        items = [(ROOT, option, 0, 0) for option in self._options[ROOT]]
-        for position in range(len(text) + 1):
-            waiting, scans, is_complete = self._close(items, chart, position)
-            chart.append(waiting)
-            if position == len(text):
-                return None if is_complete else position
-            code = ord(text[position])
-            items = [
-                (name, option, dot + 1, start)
-                for name, option, dot, start in scans
-                if any(low <= code <= high for low, high in option[dot])  # type: ignore[union-attr]
-            ]
-            if not items:
-                return position
+        from lark.exceptions import UnexpectedCharacters, UnexpectedEOF
+
+        try:
+            self._parser.parse(text)
+        except UnexpectedCharacters as error:
+            return int(error.pos_in_stream)
+        except UnexpectedEOF:
+            return len(text)
         return None
 
-    def _close(
-        self,
-        items: list[Item],
-        chart: list[Waiting],
-        position: int,
-    ) -> tuple[Waiting, list[Item], bool]:
-        """Predict and complete until nothing is new (nullable rules are stepped over at once: Aycock and Horspool)."""
-        seen = set(items)
-        queue = list(items)
-        waiting: Waiting = {}
-        scans = []
-        is_complete = False
 
-        def add(item: Item) -> None:
-            if item not in seen:
-                seen.add(item)
-                queue.append(item)
+def _lark_grammar(grammar: Grammar) -> tuple[str, str]:
+    """Print plain productions in Lark's notation, a terminal for each set of characters; returns the start rule too."""
+    rules = {name: f"rule{index}" for index, name in enumerate(grammar)}
+    terminals: dict[Ranges, str] = {}
 
-        while queue:
-            name, option, dot, start = item = queue.pop()
-            if dot == len(option):
-                is_complete |= name == ROOT and start == 0
-                if start < position:
-                    for parent, other, other_dot, other_start in chart[start].get(name, ()):
-                        add((parent, other, other_dot + 1, other_start))
-                continue
-            symbol = option[dot]
-            if not isinstance(symbol, Ref):
-                scans.append(item)
-                continue
-            waiting.setdefault(symbol.name, []).append(item)
-            for alternative in self._options[symbol.name]:
-                add((symbol.name, alternative, 0, position))
-            if symbol.name in self._nullable:
-                add((name, option, dot + 1, start))
-        return waiting, scans, is_complete
+    def write(symbol: Symbol) -> str:
+        if isinstance(symbol, Ref):
+            return rules[symbol.name]
+        return terminals.setdefault(symbol, f"CHAR{len(terminals)}")
+
+    lines = []
+    for name, options in grammar.items():
+        written = dict.fromkeys(" ".join(map(write, option)) for option in options)  # Lark refuses doubles
+        lines.append(f"{rules[name]}: {' | '.join(written)}")
+    lines += [f"{name}: /{_char_regex(ranges)}/" for ranges, name in terminals.items()]
+    return "\n".join(lines), rules[ROOT]
+
+
+def _char_regex(ranges: Ranges) -> str:
+    if not ranges:
+        return "(?!.)."  # nothing
+    return "[" + "".join(f"{_escaped(low)}-{_escaped(high)}" for low, high in ranges) + "]"
+
+
+def _escaped(code: int) -> str:
+    return f"\\{chr(code)}" if chr(code) in "\\]^-[/&~|" else f"\\U{code:08x}"

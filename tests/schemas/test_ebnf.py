@@ -1,5 +1,8 @@
 """Grammars in the engine's dialect: the engine and our recogniser are each other's oracle."""
 
+import re
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -96,4 +99,45 @@ def test_a_misfit_is_named_by_its_position() -> None:
 
 def test_an_ambiguous_grammar_costs_no_exponential_time() -> None:
     recogniser = Recogniser(parse_ebnf('root ::= root root | "a"'))
-    assert recogniser.first_error("a" * 120) is None
+    assert recogniser.first_error("a" * 50) is None
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 40), st.integers(0, 40), st.lists(st.integers(0, 90), max_size=8))
+def test_bounded_repeats_count_exactly(low: int, more: int, lengths: list[int]) -> None:
+    source = f'root ::= [ab]{{{low},{low + more}}} "." ("xy"){{{more}}} "z"{{{low},}}'
+    recogniser, oracle = (
+        Recogniser(parse_ebnf(source)),
+        re.compile(f"[ab]{{{low},{low + more}}}[.](xy){{{more}}}z{{{low},}}"),
+    )
+    for length in [low - 1, low, low + more, low + more + 1, *lengths]:
+        for text in ("ab" * length)[: max(0, length)], "b" * max(0, length):
+            whole = text + "." + "xy" * more + "z" * length
+            assert (recogniser.first_error(whole) is None) == (oracle.fullmatch(whole) is not None)
+
+
+def test_large_repeats_take_few_rules() -> None:
+    grammar = parse_ebnf('root ::= ("a" [b-z]){9000,10000} "."')
+    assert len(grammar) < 60
+    assert Recogniser(grammar).first_error("ab" * 40) == 80
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sets(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=6), st.characters(exclude_categories=["Cs"])
+)
+def test_a_class_holds_its_characters_and_no_others(chars: set[str], other: str) -> None:
+    codes = [f"\\U{ord(char):08x}" for char in sorted(chars)]
+    recogniser = Recogniser(parse_ebnf(f"root ::= [{''.join(codes)}]"))
+    assert [recogniser.first_error(char) for char in chars] == [None] * len(chars)
+    assert (recogniser.first_error(other) is None) == (other in chars)
+    literal = Recogniser(parse_ebnf(f'root ::= "{"".join(codes)}"'))
+    assert literal.first_error("".join(sorted(chars))) is None
+
+
+def test_threads_share_a_recogniser() -> None:
+    recogniser = Recogniser(parse_ebnf('root ::= "(" root ")" root | ""'))
+    texts = ["()" * n + ")" * (n % 3) for n in range(60)]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(recogniser.first_error, texts))
+    assert found == [None if n % 3 == 0 else 2 * n for n in range(60)]

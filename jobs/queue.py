@@ -40,6 +40,7 @@ CONNECT_TIMEOUT_S = 1.0
 CALL_TIMEOUT_S = 5.0
 NUM_TRIES = 3
 PAGE = 1000  # messages read at a time
+SENDING_MS = 10_000  # nobody else looks for missing chunks meanwhile, also if the sender dies; renewed with each page
 HINT_PAUSE_S = 5.0
 HINT_EXPIRY_S = 7 * 24 * 3600  # leftovers of jobs that nobody finishes
 
@@ -136,7 +137,7 @@ class Queue:
 
     def enqueue(self, job: "Job", indices: Iterable[int]) -> None:
         """Send one message per chunk to the queue of the job's model. Raises BrokerError."""
-        self._call(lambda: self._redis.set(_key("sending", job.job_id), "1", px=60_000))
+        self._call(lambda: self._redis.set(_key("sending", job.job_id), "1", px=SENDING_MS))
         try:
             self._send(job, indices)
         finally:
@@ -148,7 +149,7 @@ class Queue:
         Returns 0 while somebody else is sending the same job's chunks. Raises BrokerError.
         """
         sending = _key("sending", job.job_id)
-        if not self._call(lambda: self._redis.set(sending, "1", nx=True, px=60_000)):
+        if not self._call(lambda: self._redis.set(sending, "1", nx=True, px=SENDING_MS)):
             return 0
         try:
             pending = job.pending()
@@ -281,7 +282,9 @@ class Queue:
 
         try:
             with self._app.producer_pool.acquire(block=True) as producer:
-                for index in indices:
+                for number, index in enumerate(indices):
+                    if number % PAGE == PAGE - 1:
+                        self._hint(lambda: self._redis.set(_key("sending", job.job_id), "1", px=SENDING_MS))
                     self._app.send_task(
                         TASK_NAME,
                         args=(job.job_id, index),

@@ -9,6 +9,7 @@ import redis
 
 from jobs.broker import ensure_broker, stop_broker
 from jobs.queue import (
+    PAGE,
     PREFIX,
     UNACKED_INDEX_KEY,
     Progress,
@@ -248,3 +249,19 @@ def test_the_visibility_timeout_is_set_everywhere_it_is_read() -> None:
     config = celery_config(Settings(worker=WorkerSettings(visibility_timeout_s=9)), "redis://h")
     assert config["visibility_timeout"] == config["broker_transport_options"]["visibility_timeout"] == 9
     assert config["result_backend_transport_options"]["visibility_timeout"] == 9
+
+
+def test_a_sender_that_dies_holds_the_others_up_for_seconds_and_a_slow_one_for_as_long_as_it_takes(
+    broker: str, client: redis.Redis
+) -> None:
+    queue, key = Queue(Settings(), broker), f"{PREFIX}sending:{SPEC.job_id}"
+
+    def indices() -> Iterator[int]:
+        assert 0 < client.pttl(key) <= 10_000
+        for index in range(PAGE):
+            client.pexpire(key, 60)
+            yield index
+        assert client.pttl(key) > 60
+
+    queue.enqueue(FakeJob(PAGE), indices())
+    assert not client.exists(key)

@@ -156,7 +156,7 @@ class Night:
         )
         self._workers = {name: self.lab.worker(name, is_ready=False) for name in ("w1", "w2")}
         self._num_resumes = 0
-        self._truncated: list[Path] = []
+        self._truncated: set[Path] = set()
 
     def close(self) -> None:
         for worker in self.lab.workers:
@@ -326,13 +326,15 @@ class Night:
         return Path(self.job.store.locate(part_key(chance.choice(sorted(self.job.parts())), PARTS)))
 
     def _delete_part(self, chance: random.Random) -> bool:
-        self._part(chance).unlink()
+        part = self._part(chance)
+        part.unlink()
+        self._truncated.discard(part)
         return True
 
     def _truncate_part(self, chance: random.Random) -> bool:
         part = self._part(chance)
         os.truncate(part, chance.randrange(part.stat().st_size))
-        self._truncated.append(part)
+        self._truncated.add(part)
         return True
 
     def _fill_disk(self, chance: random.Random) -> bool:
@@ -385,21 +387,21 @@ class Night:
     def _wait_end(self) -> None:
         """A damaged part is the one thing that needs a person: the message names the file, resume does the rest."""
         until(lambda: self._tend() and not self.job.pending(), "the last part", 4 * RECOVERY_S)
-        if damaged := [part for part in self._truncated if part.exists()]:
-            self._repair(damaged)
+        if self._truncated:
+            self._repair()
         with contextlib.suppress(AssertionError):
             until(lambda: self._tend() and self.job.success(), "the job's end", RECOVERY_S)
         if self.job.success() is None:
             self._resume()
             until(lambda: self._tend() and self.job.success(), "the job's end after a resume", RECOVERY_S)
 
-    def _repair(self, damaged: list[Path]) -> None:
-        for _ in range(len(damaged)):
+    def _repair(self) -> None:
+        while self._truncated:
             with pytest.raises(JobError, match="Delete it and resume") as caught:
                 api.resume(self.job, self.lab.settings)
-            (named,) = (part for part in damaged if str(part) in str(caught.value))
+            (named,) = (part for part in self._truncated if str(part) in str(caught.value))
             named.unlink()
-        self._truncated.clear()
+            self._truncated.remove(named)
         self._resume()
 
     def _resume(self) -> None:

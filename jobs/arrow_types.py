@@ -113,7 +113,11 @@ SCALARS = {"string": TEXT, "integer": INTEGER, "number": NUMBER, "boolean": BOOL
 def completion_column(spec: JobSpec) -> LabelColumn:
     """Return the column of one completion's value, typed by the job's constraint."""
     if spec.constraint is None:
-        return JSON_TEXT if spec.constraint_column_kind is ConstraintKind.JSON_SCHEMA else TEXT
+        is_text = spec.constraint_column is None or spec.constraint_column_kind not in (
+            None,
+            ConstraintKind.JSON_SCHEMA,
+        )
+        return TEXT if is_text else JSON_TEXT
     if spec.constraint.kind is not ConstraintKind.JSON_SCHEMA:
         return TEXT
     schema = json.loads(spec.constraint.source)
@@ -164,7 +168,7 @@ def _column_of_object(schema: dict[str, Any], root: Any, depth: int) -> LabelCol
     if not properties or not is_fixed or not all(is_storable(name) for name in properties):
         return JSON_TEXT
     columns = {name: _column_of(node, root, depth + 1) for name, node in properties.items()}
-    return _struct_of(columns)
+    return _struct_of(columns, keeps_all="additionalProperties" in schema)
 
 
 def _column_of_branches(branches: Sequence[Any], root: Any, depth: int) -> LabelColumn:
@@ -206,11 +210,13 @@ def _list_of(item: LabelColumn) -> LabelColumn:
     return LabelColumn(pa.list_(item.type), fit)
 
 
-def _struct_of(columns: Mapping[str, LabelColumn]) -> LabelColumn:
+def _struct_of(columns: Mapping[str, LabelColumn], *, keeps_all: bool) -> LabelColumn:
+    """Of an object that may have other keys because its schema says nothing, those keys are in the raw text only."""
+
     def fit(value: Any) -> dict[str, Any] | None:
         if value is None:
             return None
-        if not isinstance(value, dict) or not columns.keys() >= value.keys():
+        if not isinstance(value, dict) or (keeps_all and not columns.keys() >= value.keys()):
             extra = sorted(value.keys() - columns.keys()) if isinstance(value, dict) else _short(value)
             raise DoesNotFit(f"no column for {extra}: say additionalProperties: true to get the label as JSON text")
         return {name: column.fit(value[name]) for name, column in columns.items() if name in value}

@@ -57,7 +57,7 @@ class PromptBuilder:
     """Turns rows of one job into prompts; compiled once, used by one thread."""
 
     def __init__(self, spec: JobSpec, schema: pa.Schema) -> None:
-        """Check the spec against the input's columns. Raises PromptError or InputDataError saying what is wrong."""
+        """Check the spec against the input's columns. Raises PromptError, InputDataError or ConstraintError."""
         self._spec = spec
         self._hidden = {*output_names(spec.output_column), spec.gold_column}
         self._visible = [name for name in schema.names if name not in self._hidden]
@@ -67,10 +67,10 @@ class PromptBuilder:
         self._is_kept = self._compile_where(schema) if spec.where is not None else None
         self._content = self._compile_content(schema)
         if spec.constraint_column is not None:
-            check_columns([spec.constraint_column], schema, "constraint column")
+            _check_constraint_column(spec, spec.constraint_column, schema)
             self._columns.add(spec.constraint_column)
         self._constraint = _keyed(spec.constraint)
-        self._constraints: dict[str, _Keyed | Refusal] = {}
+        self._constraints: dict[Constraint, _Keyed] = {}
         self._system = system_text(spec)
         self.columns = tuple(name for name in schema.names if name in self._columns)
 
@@ -181,16 +181,42 @@ class PromptBuilder:
         if named := sorted(used & {name for name in self._hidden if name}):
             raise PromptError(f"{what} uses {', '.join(named)}: gold and output columns never enter a prompt")
 
-    def _load_constraint(self, source: Any) -> "_Keyed | Refusal":
-        if not isinstance(source, str) or not source.strip():
-            return Refusal(RowStatus.CONSTRAINT_ERROR, f"constraint column {self._spec.constraint_column!r} is empty")
-        if source not in self._constraints:
-            kind = self._spec.constraint_column_kind or ConstraintKind.JSON_SCHEMA
-            try:
-                self._constraints[source] = _keyed(load_constraint(kind, source))
-            except ConstraintError as error:
-                self._constraints[source] = Refusal(RowStatus.CONSTRAINT_ERROR, str(error))
-        return self._constraints[source]
+    def _load_constraint(self, cell: Any) -> "_Keyed | Refusal":
+        try:
+            constraint = row_constraint(self._spec, cell)
+            if constraint not in self._constraints:
+                self._constraints[constraint] = _keyed(load_constraint(constraint.kind, constraint.source))
+        except ConstraintError as error:
+            return Refusal(RowStatus.CONSTRAINT_ERROR, str(error))
+        return self._constraints[constraint]
+
+
+def row_constraint(spec: JobSpec, cell: Any) -> Constraint:
+    """Return what the constraint column holds: a source of the job's kind, or a struct of ``kind`` and ``source``.
+
+    The source itself is not checked. Raises ConstraintError if there is none, or of no known kind.
+    """
+    kind: Any = spec.constraint_column_kind or ConstraintKind.JSON_SCHEMA
+    source = cell
+    if isinstance(cell, Mapping):
+        kind, source = cell.get("kind"), cell.get("source")
+    if not isinstance(source, str) or not source.strip():
+        raise ConstraintError(f"constraint column {spec.constraint_column!r} is empty")
+    if kind not in list(ConstraintKind):
+        raise ConstraintError(f"constraint kind {kind!r} is none of {', '.join(ConstraintKind)}")
+    return Constraint(kind=ConstraintKind(kind), source=source)
+
+
+def _check_constraint_column(spec: JobSpec, name: str, schema: pa.Schema) -> None:
+    check_columns([name], schema, "constraint column")
+    kind = schema.field(name).type
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if not pa.types.is_struct(kind):
+        return
+    if {field.name for field in kind} != {"kind", "source"}:
+        raise ConstraintError(f"constraint column {name!r} is {kind}: give it text, or structs of kind and source")
+    if spec.constraint_column_kind is not None:
+        raise ConstraintError(f"constraint column {name!r} says each row's kind itself: leave out --constraint-kind")
 
 
 def system_text(spec: JobSpec) -> str | None:

@@ -87,8 +87,12 @@ def _split_names(_context: click.Context, _parameter: click.Parameter, value: st
 @click.option(
     "--choice", "choices", multiple=True, metavar="A,B,...", help="The labels; repeatable, or @FILE, one a line."
 )
-@click.option("--constraint-column", metavar="COL", help="Column that holds each row's own constraint.")
-@click.option("--constraint-kind", type=click.Choice(CONSTRAINT_KINDS), help="What --constraint-column holds.")
+@click.option(
+    "--constraint-column", metavar="COL", help="Column of each row's constraint: text, or structs of kind and source."
+)
+@click.option(
+    "--constraint-kind", type=click.Choice(CONSTRAINT_KINDS), help="Of a text column's constraints.  [json_schema]"
+)
 @click.option("--column", "prompt_column", metavar="COL", help="Column that is the prompt.")
 @click.option("--prompt", metavar="TEMPLATE", help="Jinja2 template over the row's columns (text or @FILE).")
 @click.option("--messages-column", metavar="COL", help="Column of chat messages (list of role and content).")

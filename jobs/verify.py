@@ -5,9 +5,10 @@ Reads everything, writes nothing, and uses nothing that the run computed but the
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import repeat
 
 import click
 import pyarrow as pa
@@ -16,11 +17,12 @@ from jobs.arrow_types import output_names
 from jobs.cli import EXIT_FAILED, echo_json, verb
 from jobs.finish import output_schema
 from jobs.job import Job, Success
+from jobs.prompts import row_constraint
 from jobs.source import ChunkReader
 from jobs.store import stat_input
 from schemas.constraints import Validator, make_validator
 from schemas.errors import JobError, NightmillError
-from schemas.records import Chunk, Constraint, ConstraintKind, InputFile, RowStatus
+from schemas.records import Chunk, Constraint, InputFile, RowStatus
 from schemas.settings import Settings
 
 MAX_SHOWN_FAULTS = 20
@@ -102,9 +104,12 @@ def _verify_labels(job: Job, chunk: Chunk, part: pa.Table, reader: ChunkReader, 
     """Yield a fault for each labelled row whose text an independent validator refuses."""
     _, raw_column, status_column, _, _ = output_names(job.spec.output_column)
     statuses, raws = part[status_column].to_pylist(), part[raw_column].to_pylist()
+    column = job.spec.constraint_column
+    cells = (row[column] for row in job.read_rows(chunk, [column], reader)) if column else repeat(None)
     validators: dict[Constraint, Validator] = {}
-    for offset, constraint in enumerate(_row_constraints(job, chunk, reader)):
-        if statuses[offset] not in LABELLED or constraint is None:
+    for offset, (status, cell) in enumerate(zip(statuses, cells, strict=False)):
+        constraint = row_constraint(job.spec, cell) if column and status in LABELLED else job.spec.constraint
+        if status not in LABELLED or constraint is None:
             continue
         if constraint not in validators:
             validators[constraint] = make_validator(constraint)
@@ -113,16 +118,7 @@ def _verify_labels(job: Job, chunk: Chunk, part: pa.Table, reader: ChunkReader, 
             problem = "it has no text" if text is None else validators[constraint].check(text)[1]
             if problem is not None:
                 where = f"input {chunk.input_index} row {chunk.start_row + offset}"
-                yield f"{where} is {statuses[offset]} but invalid: {problem}"
-
-
-def _row_constraints(job: Job, chunk: Chunk, reader: ChunkReader) -> Iterable[Constraint | None]:
-    column = job.spec.constraint_column
-    if column is None:
-        return [job.spec.constraint] * chunk.num_rows
-    kind = job.spec.constraint_column_kind or ConstraintKind.JSON_SCHEMA
-    sources = (row[column] for row in job.read_rows(chunk, [column], reader))
-    return (None if source is None else Constraint(kind=kind, source=source) for source in sources)
+                yield f"{where} is {status} but invalid: {problem}"
 
 
 def _verify_counts(job: Job, success: Success, report: Report) -> Iterator[str]:

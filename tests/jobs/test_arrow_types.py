@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jobs import arrow_types
 from jobs.arrow_types import JSON_TEXT, DoesNotFit, completion_column, label_column, result_fields, results_table
 from schemas.records import Attempt, Constraint, ConstraintKind, FinishReason, JobSpec, RowResult, RowStatus
 from tests.tiny_jobs import MODEL, YES_NO, json_schema
@@ -78,6 +79,11 @@ def test_what_it_leaves_open_is_json_text(schema: Any) -> None:
     assert completion_column(spec_of(schema)) == JSON_TEXT
 
 
+def test_keys_that_a_schema_does_not_mention_stay_in_the_raw_text() -> None:
+    column = completion_column(spec_of({"type": "object", "properties": {"a": TEXT}}))
+    assert column.fit({"a": "x", "b": 1}) == {"a": "x"}
+
+
 def test_a_recursive_schema_ends_in_json_text() -> None:
     node = fixed(name=TEXT, children={"type": "array", "items": {"$ref": "#/$defs/node"}})
     column = completion_column(spec_of({"$ref": "#/$defs/node", "$defs": {"node": node}}))
@@ -86,8 +92,11 @@ def test_a_recursive_schema_ends_in_json_text() -> None:
 
 
 def test_constraints_from_a_column_give_json_text() -> None:
-    spec = spec_of(None, constraint_column="c", constraint_column_kind=ConstraintKind.JSON_SCHEMA)
-    assert completion_column(spec) == JSON_TEXT
+    for kind in (None, ConstraintKind.JSON_SCHEMA):  # none: a schema, or each row's own kind
+        assert completion_column(spec_of(None, constraint_column="c", constraint_column_kind=kind)) == JSON_TEXT
+    for kind in (ConstraintKind.REGEX, ConstraintKind.CHOICE):
+        assert completion_column(spec_of(None, constraint_column="c", constraint_column_kind=kind)) == arrow_types.TEXT
+    assert completion_column(spec_of(None)) == arrow_types.TEXT
 
 
 @pytest.mark.parametrize(

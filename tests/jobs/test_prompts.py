@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 
 from jobs.prompts import Prompt, PromptBuilder, Refusal, system_text
-from schemas.errors import InputDataError, PromptError
+from schemas.errors import ConstraintError, InputDataError, PromptError
 from schemas.records import Constraint, ConstraintKind, JobSpec, RowStatus
 from tests.tiny_jobs import MODEL, YES_NO, json_schema
 
@@ -223,6 +223,20 @@ def test_a_constraint_column_gives_each_row_its_own() -> None:
     for source in ("[ab", None, "", 3):
         refusal = builder.build({"q": "x", "c": source})
         assert (refusal.status, bool(refusal.error)) == (RowStatus.CONSTRAINT_ERROR, True)
+
+
+def test_a_constraint_column_may_mix_kinds_row_by_row() -> None:
+    row = {"q": "x", "c": {"kind": "regex", "source": "[ab]"}}
+    builder = builder_of(row, prompt_column="q", constraint_column="c")
+    for kind, source in (("regex", "[ab]"), ("choice", '["[ab]"]'), ("ebnf", 'root ::= "a"'), ("json_schema", "{}")):
+        constraint = builder.build({"q": "x", "c": {"kind": kind, "source": source}}).constraint
+        assert (constraint.kind, constraint.source) == (kind, source)
+    for cell in (None, {"kind": None, "source": "a"}, {"kind": "xml", "source": "a"}, {"kind": "regex", "source": ""}):
+        assert builder.build({"q": "x", "c": cell}).status == RowStatus.CONSTRAINT_ERROR
+    with pytest.raises(ConstraintError, match="leave out --constraint-kind"):
+        builder_of(row, prompt_column="q", constraint_column="c", constraint_column_kind=ConstraintKind.REGEX)
+    with pytest.raises(ConstraintError, match="structs of kind and source"):
+        builder_of({"q": "x", "c": {"kind": "regex"}}, prompt_column="q", constraint_column="c")
 
 
 @pytest.mark.parametrize("fields", [{"prompt_column": "zz"}, {"messages_column": "zz"}, {"constraint_column": "zz"}])

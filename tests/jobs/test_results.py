@@ -14,7 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jobs import results as results_module
+from jobs.finish import try_finish
 from jobs.results import RETRY_TEMPERATURE, next_sampling, run_rows
+from jobs.verify import verify
 from schemas.errors import EngineError, Interrupted
 from schemas.records import (
     Completion,
@@ -239,6 +241,26 @@ def test_a_row_whose_own_constraint_is_broken_leaves_its_neighbours_alone(tmp_pa
         RowStatus.CONSTRAINT_ERROR,
         RowStatus.OK,
     ]
+
+
+def test_rows_of_mixed_kinds_are_each_held_to_their_own_constraint(tmp_path: Path) -> None:
+    cells = [
+        {"kind": "choice", "source": '["yes", "no"]'},
+        {"kind": "regex", "source": "y.s"},
+        {"kind": "ebnf", "source": 'root ::= "y" "es"'},
+        {"kind": "json_schema", "source": '{"type": "integer"}'},
+        {"kind": "regex", "source": "no"},
+        None,
+    ]
+    path = write_input(tmp_path / "a.parquet", {"text": [f"row {i}" for i in range(6)], "c": cells})
+    job = make_job(tmp_path, [path], chunk_rows=6, prompt_column="text", constraint_column="c")
+    rows = run_chunk(job, 0, ScriptedEngine(lambda request: "3" if "3" in prompt_of(request) else "yes"))
+    invalid, refused = RowStatus.INVALID, RowStatus.CONSTRAINT_ERROR
+    assert [row.status for row in rows] == [*[RowStatus.OK] * 4, invalid, refused]
+    assert [row.value for row in rows] == ['"yes"', '"yes"', '"yes"', "3", None, None]
+    assert job.commit_part(0, rows)
+    assert try_finish(job)
+    assert verify(job).faults == []
 
 
 class ShuffledEngine:

@@ -190,12 +190,15 @@ class Job:
         """Say whether the chunk has a part or a parked part."""
         return any(exists(self.store, part_key(index, directory)) for directory in (PARTS, PARKED))
 
-    def commit_part(self, index: int, rows: Sequence[RowResult], *, parked: bool = False) -> bool:
+    def commit_part(
+        self, index: int, rows: Sequence[RowResult], *, parked: bool = False, history: Sequence[str] = ()
+    ) -> bool:
         """Commit a chunk's results by exclusive creation. False: somebody was first, and theirs stand.
 
+        ``history`` is kept with a parked part: how often it was tried, when and where.
         Raises JobError if ``rows`` are not exactly the chunk's, StoreError if they cannot be written.
         """
-        data = encode_part(self.spec, self.chunks[index], rows, is_parked=parked)
+        data = encode_part(self.spec, self.chunks[index], rows, is_parked=parked, history=history)
         if parked and self.is_committed(index):
             return False
         try:

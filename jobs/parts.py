@@ -27,10 +27,13 @@ class PartInfo(Record):
     counts: dict[RowStatus, int]
     checksum: str  # over row numbers, statuses, labels and raw texts
     is_parked: bool = False
+    history: tuple[str, ...] = ()  # of a parked part: when, and on which worker, each try began
     format_version: int = FORMAT_VERSION
 
 
-def encode_part(spec: JobSpec, chunk: Chunk, rows: Sequence[RowResult], *, is_parked: bool = False) -> bytes:
+def encode_part(
+    spec: JobSpec, chunk: Chunk, rows: Sequence[RowResult], *, is_parked: bool = False, history: Sequence[str] = ()
+) -> bytes:
     """Write a chunk's results as a Parquet file. Raises JobError unless they are exactly its rows, in order."""
     expected = range(chunk.start_row, chunk.start_row + chunk.num_rows)
     if [row.row_index for row in rows] != list(expected):
@@ -46,6 +49,7 @@ def encode_part(spec: JobSpec, chunk: Chunk, rows: Sequence[RowResult], *, is_pa
         counts=dict(Counter(row.status for row in rows)),
         checksum=_checksum(spec, table),
         is_parked=is_parked,
+        history=tuple(history),
     )
     sink = io.BytesIO()
     table = table.replace_schema_metadata({INFO_KEY: msgspec.json.encode(info)})

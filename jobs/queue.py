@@ -207,6 +207,11 @@ class Queue:
         """How often a chunk has been begun without being committed or given back."""
         return int(self._hint(lambda: self._redis.scard(_key("deliveries", job_id, index)), default=0))
 
+    def deliveries(self, job_id: str, index: int) -> tuple[str, ...]:
+        """The tokens of those deliveries, sorted."""
+        tokens: set[bytes] = self._hint(lambda: self._redis.smembers(_key("deliveries", job_id, index)), default=set())
+        return tuple(sorted(token.decode() for token in tokens))
+
     def count_delivery(self, job_id: str, index: int, token: str) -> int:
         """Note that a chunk was begun under ``token`` and return how often it has been, this time included.
 

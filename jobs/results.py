@@ -18,6 +18,7 @@ import msgspec
 from jobs.arrow_types import DoesNotFit, LabelColumn, completion_column
 from jobs.job import Job
 from jobs.prompts import Prompt, PromptBuilder, Refusal
+from jobs.reproducer import keep_reproducer
 from jobs.source import ChunkReader
 from jobs.spill import Spill
 from schemas.constraints import Validator, make_validator
@@ -38,6 +39,7 @@ from schemas.records import (
 
 Submit = Callable[[Request, Constraint | None], Future[Completion]]
 Progress = Callable[[Mapping[RowStatus, int]], None]
+Keep = Callable[[int, Request, Constraint | None, str], None]
 
 WINDOW = 1024
 """Requests of one chunk in flight: two chunks keep 2,048 waiting, more than any batch holds."""
@@ -75,7 +77,11 @@ def run_rows(
     """
     builder = PromptBuilder(job.spec, job.input_schema)
     rows = job.read_rows(chunk, builder.columns, reader)
-    run = _ChunkRun(job.spec, submit, cancel, spill)
+
+    def keep(row_index: int, request: Request, constraint: Constraint | None, error: str) -> None:
+        keep_reproducer(job, chunk, row_index, request=request, constraint=constraint, error=error, reader=reader)
+
+    run = _ChunkRun(job.spec, submit, cancel, spill, keep)
     return run.run(enumerate(map(builder.build, rows), chunk.start_row), is_cancelled, on_progress)
 
 
@@ -102,8 +108,11 @@ class _Row:
 class _ChunkRun:
     """What is in flight and what is done of one chunk. One thread runs it; futures only feed its queue."""
 
-    def __init__(self, spec: JobSpec, submit: Submit, cancel: Callable[[list[str]], None], spill: Spill | None) -> None:
+    def __init__(
+        self, spec: JobSpec, submit: Submit, cancel: Callable[[list[str]], None], spill: Spill | None, keep: Keep
+    ) -> None:
         self._spec = spec
+        self._keep_reproducer = keep
         self._spill = spill
         self._spilled = spill.read() if spill else {}
         self._submit = submit
@@ -195,6 +204,8 @@ class _ChunkRun:
         if completion.finish_reason is FinishReason.CANCELLED:  # somebody stops the engine: no row's fault
             raise Interrupted(f"{request.request_id} was cancelled in the engine")
         outcome = self._judge(row, completion)
+        if outcome.status is RowStatus.FAILED:
+            self._keep_reproducer(row.index, request, row.prompt.constraint, outcome.error or "")
         row.seconds += completion.seconds
         attempts = row.attempts[completion_index]
         attempts.append(_attempt(request, outcome))

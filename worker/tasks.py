@@ -3,11 +3,14 @@
 Truth is the job's directory; Redis is asked for hints only. Knows no rows: jobs.results does.
 """
 
+import os
+import socket
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing
+from datetime import UTC, datetime
 from typing import Any
 
 import structlog
@@ -91,7 +94,7 @@ class ChunkRun:
         self._slot = slot
         self._job = job
         self._chunk = chunk
-        self._token = uuid.uuid4().hex
+        self._token = delivery_token()
         self._spill = open_spill(job, chunk, app.settings.state_dir)
         self._job_stop = Throttled(FLAG_INTERVAL_S, lambda: job.is_cancelled() or job.is_paused())
         self._next_progress_s = 0.0
@@ -168,10 +171,11 @@ class ChunkRun:
         log.error("chunk_parked", reason=cause)
         done = self._spill.read()
         failed = failed_rows(self._chunk, f"the chunk was parked: {cause}")
-        self._commit([done.get(row.row_index, row) for row in failed], parked=True)
+        history = self._app.job_queue.deliveries(self._job.job_id, self._chunk.index)
+        self._commit([done.get(row.row_index, row) for row in failed], parked=True, history=history)
 
-    def _commit(self, rows: list[RowResult], parked: bool) -> None:
-        if not self._job.commit_part(self._chunk.index, rows, parked=parked):
+    def _commit(self, rows: list[RowResult], parked: bool, history: Sequence[str] = ()) -> None:
+        if not self._job.commit_part(self._chunk.index, rows, parked=parked, history=history):
             log.info("chunk_was_committed", reason="another worker was first")
         self._spill.remove()
         self._app.on_hop("committed")
@@ -207,6 +211,12 @@ class Throttled:
             self._next_s = now_s + self._interval_s
             self._is_up = self._look()
         return self._is_up
+
+
+def delivery_token() -> str:
+    """Names one try at a chunk: when and where it began, for the history of a chunk that is parked."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return f"{now} {socket.gethostname()} pid {os.getpid()} {uuid.uuid4().hex[:8]}"
 
 
 def failed_rows(chunk: Chunk, cause: str) -> list[RowResult]:

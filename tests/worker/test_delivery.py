@@ -100,6 +100,9 @@ def test_a_chunk_that_kills_its_workers_is_parked_and_its_neighbour_is_not(make_
     assert lab.count("submitted")[0] == lab.settings.jobs.max_chunk_deliveries
     assert job.parked() == {0}
     assert job.parts() == {1}
+    history = job.part_info(0).history
+    assert len(history) == 1 + lab.settings.jobs.max_chunk_deliveries, "the last one parked it"
+    assert len({entry.split(" pid ")[1] for entry in history}) == len(history)
 
 
 def test_an_exit_inside_a_task_frees_its_slot_and_the_chunk_is_tried_again(lab: Lab) -> None:

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-FIELDS = ("input_ids", "positions", "slots", "seq_lens")
+FIELDS = {"input_ids": 0, "sources": -1, "positions": 0, "slots": 0, "seq_lens": 1}
+"""The inputs of a row, and their values in a padding row."""
+
 SMALL_SIZES = (1, 2, 4, 8, 16)
 SIZE_STEP = 32
 NUM_WARM_UPS = 2  # lets libraries choose their algorithms and kernels compile before anything is recorded
@@ -72,10 +74,10 @@ class DecodeGraphs:
             self._recorded[size] = self._record(model, cache, device, size, pool)
         log.info("decode_graphs_recorded", num_graphs=len(self._sizes), max_rows=limits.max_rows)
 
-    def run(self, arrays: Mapping[str, np.ndarray]) -> Tensor:
+    def run(self, arrays: Mapping[str, np.ndarray], drawn: Tensor | None) -> Tensor:
         """Logits [rows, V] of one decode row per sequence; valid until the next call.
 
-        ``arrays``: the inputs of FIELDS, int64 [rows], and block_table, int64 [rows, M].
+        ``arrays``: the inputs of FIELDS, int64 [rows], and block_table, int64 [rows, M]. ``drawn`` as in Runner.run.
         """
         rows = len(arrays["input_ids"])
         recorded = self._recorded[self._sizes[bisect_left(self._sizes, rows)]]
@@ -84,9 +86,12 @@ class DecodeGraphs:
         recorded.table[:rows, : table.shape[1]] = table
         for name, field in recorded.fields.items():
             field[:rows] = arrays[name]
-            field[rows:] = 1 if name == "seq_lens" else 0
+            field[rows:] = FIELDS[name]
         recorded.inputs.copy_(recorded.pinned, non_blocking=True)
         recorded.was_copied.record()
+        if drawn is not None:
+            fields, _ = _split(recorded.inputs, recorded.batch.input_ids.shape[0])
+            fields["input_ids"].copy_(fill_in(fields["input_ids"], fields["sources"], drawn))
         recorded.graph.replay()
         return recorded.logits[:rows]
 
@@ -107,6 +112,12 @@ class DecodeGraphs:
             logits = model.logits(model.forward(batch, cache))
         host = {name: field.numpy() for name, field in fields.items()}
         return Recorded(graph, pinned, host, table.numpy(), inputs, batch, logits, torch.cuda.Event())  # type: ignore[no-untyped-call]
+
+
+def fill_in(input_ids: Tensor, sources: Tensor, drawn: Tensor) -> Tensor:
+    """``input_ids`` int64 [N], with drawn[source] where a source is not negative; a dead draw (-1) becomes token 0."""
+    found = drawn[sources.clamp(0, len(drawn) - 1)].clamp(min=0)
+    return torch.where(sources >= 0, found, input_ids)
 
 
 def _split(flat: Tensor, size: int) -> tuple[dict[str, Tensor], Tensor]:

@@ -1,4 +1,4 @@
-"""The engine: requests in, completions out, one step at a time: admit -> plan -> run -> update.
+"""The engine: requests in, completions out, one step at a time: admit -> launch -> collect.
 
 Runs in one thread and knows no pipes and no processes. A bad request ends as a completion that says why; an exception
 in a step is a bug or a broken device, and is the caller's to report.
@@ -21,11 +21,11 @@ from engine.grammar import Grammars
 from engine.graphs import GraphLimits
 from engine.models import Model
 from engine.runner import Runner
-from engine.sampler import Sampler
+from engine.sampler import Draw, Sampler
 from engine.scheduler import Scheduler
 from engine.stats import EngineStats
 from engine.text import Text
-from engine.types import Sequence, SequenceStatus, StepPlan
+from engine.types import Sequence, SequenceStatus
 from engine.weights import load_model
 from kernels.api import Choice, Kernels
 from kernels.select import BackendError, select_kernels
@@ -41,6 +41,14 @@ COMPILE_WAIT_S = 0.02
 
 
 @dataclass(frozen=True)
+class Launched:
+    """A step on its way: the sequences that get a token, and the draw that has it."""
+
+    sequences: list[Sequence]
+    draw: Draw | None
+
+
+@dataclass(frozen=True)
 class Parts:
     """What an engine is made of once everything is loaded."""
 
@@ -52,7 +60,7 @@ class Parts:
 
 
 def load_parts(model: ModelRef, settings: EngineSettings) -> Parts:
-    """Load model and tokenizer. Raises ModelError, KernelError or EngineError with the cause."""
+    """Load model and tokenizer. Raises SettingsError, ModelError, KernelError or EngineError with the cause."""
     files = resolve_model(model.name, model.revision)
     device = select_device(settings)
     try:
@@ -103,15 +111,20 @@ class Engine:
         self._sequences: dict[str, Sequence] = {}  # every request that has no completion yet, by id
         self._awaiting_grammar: defaultdict[str, list[Sequence]] = defaultdict(list)
         self._completions: list[Completion] = []
+        self._overlaps = parts.device.type == "cuda" if settings.overlap is None else settings.overlap
+        self._in_flight: Launched | None = None  # the last step, when its draw is not read yet
 
     def step(self) -> list[Completion]:
         """Advance all running sequences by one step and return what ended since the last call."""
         self._admit()
-        plan = self._scheduler.plan()
-        if plan.runs or plan.preempted:
-            drawn = self._run(plan)
-            self._update(plan, drawn)
-        elif self._awaiting_grammar:
+        launched = self._launch()
+        if self._in_flight:
+            self._collect(self._in_flight)  # while the device computes what was just launched
+        self._in_flight = launched
+        if launched and not self._overlaps:
+            self._collect(launched)
+            self._in_flight = None
+        elif not launched and self._awaiting_grammar:
             self._grammars.wait(COMPILE_WAIT_S)
         completions, self._completions = self._completions, []
         return completions
@@ -155,7 +168,7 @@ class Engine:
 
     def has_work(self) -> bool:
         """Whether ``step`` has anything to do or to return."""
-        return bool(self._sequences or self._completions)
+        return bool(self._sequences or self._completions or self._in_flight)
 
     def _admit(self) -> None:
         """Let in the sequences whose grammar is ready, then fill the batch."""
@@ -170,26 +183,35 @@ class Engine:
         self.stats.num_running = len(self._scheduler.running)
         self.stats.num_waiting = len(self._sequences) - self.stats.num_running
 
-    def _run(self, plan: StepPlan) -> list[tuple[Sequence, int, float]]:
-        """Compute the plan: (sequence, token, log-probability) of each that gets a token."""
+    def _launch(self) -> Launched | None:
+        """Plan the next step and launch it: forward and draw. None if no sequence is ready."""
+        plan = self._scheduler.plan()
         self._scheduler.carry_out(plan)
         self.stats.num_preemptions += len(plan.preempted)
         if not plan.runs:
-            return []
-        logits = self._runner.run(plan.runs, plan.num_decodes)
-        sequences = [run.sequence for run in plan.runs if run.wants_logits]
-        if not sequences:
-            return []
-        bitmask = self._grammars.fill([sequence.matcher for sequence in sequences])  # while the device computes
-        drawn = self._sampler.sample(logits, sequences, bitmask)
-        return [(sequence, token, logprob) for sequence, (token, logprob) in zip(sequences, drawn, strict=True)]
-
-    def _update(self, plan: StepPlan, drawn: list[tuple[Sequence, int, float]]) -> None:
-        """Record what the step computed and end what is done."""
+            return None
+        drawn = self._in_flight.draw.tokens if self._in_flight and self._in_flight.draw else None
+        logits = self._runner.run(plan.runs, plan.num_decodes, drawn)
         self._scheduler.mark_computed(plan)
         self.stats.num_steps += 1
         self.stats.num_batched_tokens += plan.num_tokens
-        for sequence, token_id, logprob in drawn:
+        sequences = [run.sequence for run in plan.runs if run.wants_logits]
+        if not sequences:
+            return Launched([], None)
+        bitmask = self._grammars.fill([sequence.matcher for sequence in sequences])  # while the device computes
+        draw = self._sampler.sample(logits, sequences, bitmask)
+        for row, sequence in enumerate(sequences):
+            sequence.draw_row = row
+            sequence.num_in_flight += 1
+        return Launched(sequences, draw)
+
+    def _collect(self, launched: Launched) -> None:
+        """Read what a step drew and end what is done; a row that ended meanwhile is dropped."""
+        drawn = launched.draw.read() if launched.draw else []
+        for sequence, (token_id, logprob) in zip(launched.sequences, drawn, strict=True):
+            sequence.num_in_flight -= 1
+            if sequence.status is SequenceStatus.FINISHED:
+                continue
             if error := self._append(sequence, token_id, logprob):
                 self._finish(sequence, FinishReason.CONSTRAINT_ERROR if sequence.matcher else FinishReason.ERROR, error)
             elif reason := self._finish_reason(sequence) or self._force(sequence):

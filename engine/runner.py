@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.batch import StepBatch
 from engine.device import to_device
-from engine.graphs import DecodeGraphs, GraphLimits
+from engine.graphs import DecodeGraphs, GraphLimits, fill_in
 from engine.models import Model
 from engine.types import Run
 from kernels.api import AttentionBatch
@@ -35,20 +35,24 @@ class Runner:
         self._graphs = DecodeGraphs(model, self._cache, device, graphs) if graphs and device.type == "cuda" else None
 
     @torch.inference_mode()
-    def run(self, runs: Seq[Run], num_decodes: int) -> Tensor:
-        """Compute the runs, decodes first: float32 logits [L, V] of those that reach their sequence's last token.
+    def run(self, runs: Seq[Run], num_decodes: int, drawn: Tensor | None = None) -> Tensor:
+        """Launch the runs, decodes first: float32 logits [L, V] of those that reach their sequence's last token.
 
+        ``drawn`` int64 [L'] on the device: the tokens of the step before, for the runs whose token is still in flight.
         The logits may be overwritten by the next call.
         """
         arrays = lay_out(runs, self._block_size)
         if self._graphs and num_decodes == len(runs):
-            return self._graphs.run(arrays)
-        batch = build_batch(arrays, runs, num_decodes, self._device)
+            return self._graphs.run(arrays, drawn)
+        batch = build_batch(arrays, runs, num_decodes, self._device, drawn)
         return self._model.logits(self._model.forward(batch, self._cache))
 
 
 def lay_out(runs: Seq[Run], block_size: int) -> dict[str, np.ndarray]:
-    """The runs as flat rows, int64 on the host, under the names of StepBatch and AttentionBatch."""
+    """The runs as flat rows, int64 on the host, under the names of StepBatch and AttentionBatch.
+
+    ``sources`` is -1, or where the step before draws the row's token.
+    """
     lens = np.array([run.num_tokens for run in runs], dtype=np.int64)
     starts = np.array([run.start for run in runs], dtype=np.int64)
     query_starts = np.zeros(len(runs) + 1, dtype=np.int64)
@@ -56,12 +60,17 @@ def lay_out(runs: Seq[Run], block_size: int) -> dict[str, np.ndarray]:
     row_run = np.repeat(np.arange(len(runs)), lens)
     positions = np.arange(query_starts[-1]) - np.repeat(query_starts[:-1] - starts, lens)
     input_ids, block_table = np.empty_like(positions), _block_table(runs)
+    sources = np.full_like(positions, -1)
     for run, first in zip(runs, query_starts.tolist(), strict=False):
         tokens = run.sequence.token_ids
-        input_ids[first : first + run.num_tokens] = tokens[run.start : run.start + run.num_tokens]
+        if run.start < len(tokens):
+            input_ids[first : first + run.num_tokens] = tokens[run.start : run.start + run.num_tokens]
+        else:
+            input_ids[first], sources[first] = 0, run.sequence.draw_row
     wanted = np.array([run.wants_logits for run in runs], dtype=bool)
     return {
         "input_ids": input_ids,
+        "sources": sources,
         "positions": positions,
         "slots": block_table[row_run, positions // block_size] * block_size + positions % block_size,
         "logits_rows": query_starts[1:][wanted] - 1,
@@ -71,7 +80,9 @@ def lay_out(runs: Seq[Run], block_size: int) -> dict[str, np.ndarray]:
     }
 
 
-def build_batch(arrays: Mapping[str, np.ndarray], runs: Seq[Run], num_decodes: int, device: torch.device) -> StepBatch:
+def build_batch(
+    arrays: Mapping[str, np.ndarray], runs: Seq[Run], num_decodes: int, device: torch.device, drawn: Tensor | None
+) -> StepBatch:
     """Move a layout to the device in one transfer."""
     tensors = to_device(arrays, device)
     attention = AttentionBatch(
@@ -84,7 +95,10 @@ def build_batch(arrays: Mapping[str, np.ndarray], runs: Seq[Run], num_decodes: i
         host_seq_lens=tuple(arrays["seq_lens"].tolist()),
         num_decodes=num_decodes,
     )
-    return StepBatch(tensors["input_ids"], tensors["positions"], tensors["logits_rows"], attention)
+    input_ids = tensors["input_ids"]
+    if drawn is not None:
+        input_ids = fill_in(input_ids, tensors["sources"], drawn)
+    return StepBatch(input_ids, tensors["positions"], tensors["logits_rows"], attention)
 
 
 def _block_table(runs: Seq[Run]) -> np.ndarray:

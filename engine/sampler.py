@@ -24,17 +24,38 @@ class Sampler:
         self._device = device
 
     @torch.inference_mode()
-    def sample(self, logits: Tensor, sequences: Seq[Sequence], bitmask: Tensor | None) -> list[tuple[int, float]]:
-        """Return a token and its log-probability for each row of float32 ``logits`` [L, V], which is overwritten.
+    def sample(self, logits: Tensor, sequences: Seq[Sequence], bitmask: Tensor | None) -> Draw:
+        """Launch the draw of a token for each row of float32 ``logits`` [L, V], which is overwritten.
 
-        ``bitmask`` is int32 [L, W] on the host, or None if no row is constrained. Token -1: no token is allowed.
+        ``bitmask`` is int32 [L, W] on the host, or None if no row is constrained.
         """
         apply_repetition_penalty(logits, sequences)
         if bitmask is not None:
             self._kernels.apply_token_bitmask(logits, bitmask.to(self._device, non_blocking=True))
         tokens, logprobs = self._kernels.sample(logits, build_sampling_batch(sequences, self._device))
-        pairs = torch.stack((tokens.double(), logprobs.double())).tolist()  # one transfer; ids are exact in a double
-        return [(int(token), logprob) for token, logprob in zip(*pairs, strict=True)]
+        return Draw(tokens, logprobs)
+
+
+class Draw:
+    """Tokens int64 [L] on the device, and on their way to the host with their log-probabilities."""
+
+    def __init__(self, tokens: Tensor, logprobs: Tensor) -> None:
+        self.tokens = tokens
+        pairs = torch.stack((tokens.double(), logprobs.double()))  # one transfer; ids are exact in a double
+        self._was_copied: torch.cuda.Event | None = None
+        if tokens.is_cuda:
+            self._pairs = torch.empty(pairs.shape, dtype=pairs.dtype, pin_memory=True)
+            self._pairs.copy_(pairs, non_blocking=True)
+            self._was_copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._was_copied.record()
+        else:
+            self._pairs = pairs
+
+    def read(self) -> list[tuple[int, float]]:
+        """Wait for the tokens and their log-probabilities. Token -1: none is allowed."""
+        if self._was_copied is not None:
+            self._was_copied.synchronize()
+        return [(int(token), logprob) for token, logprob in zip(*self._pairs.tolist(), strict=True)]
 
 
 def build_sampling_batch(sequences: Seq[Sequence], device: torch.device) -> SamplingBatch:
@@ -42,7 +63,7 @@ def build_sampling_batch(sequences: Seq[Sequence], device: torch.device) -> Samp
     sampling = [sequence.request.sampling for sequence in sequences]
     integers = {
         "seeds": np.array([sequence.request.seed for sequence in sequences], dtype=np.int64),
-        "positions": np.array([sequence.num_output for sequence in sequences], dtype=np.int64),
+        "positions": np.array([sequence.num_drawn for sequence in sequences], dtype=np.int64),
     }
     floats = {"temperature": np.array([s.temperature for s in sampling], dtype=np.float32)}
     is_all_greedy = not floats["temperature"].any()

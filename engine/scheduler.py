@@ -55,16 +55,15 @@ class Scheduler:
 
     def plan(self) -> StepPlan:
         """Decide the next step without changing anything."""
-        decodes = [sequence for sequence in self.running if sequence.num_uncomputed == 1]
         preempted = self._choose_victims()
-        runs = [Run(sequence, sequence.num_computed, 1) for sequence in decodes if sequence not in preempted]
+        ready = [sequence for sequence in self.running if sequence.is_ready and sequence not in preempted]
+        runs = [_next_run(sequence, 1) for sequence in ready if sequence.num_uncomputed == 1]
         num_decodes = len(runs)
         budget = self.max_num_batched_tokens - num_decodes
-        for sequence in self.running:
-            if budget > 0 and sequence.num_uncomputed > 1 and sequence not in preempted:
-                run = Run(sequence, sequence.num_computed, min(budget, sequence.num_uncomputed))
-                runs.append(run)
-                budget -= run.num_tokens
+        for sequence in ready:
+            if budget > 0 and sequence.num_uncomputed > 1:
+                runs.append(_next_run(sequence, budget))
+                budget -= runs[-1].num_tokens
         return StepPlan(tuple(preempted), tuple(runs), num_decodes)
 
     def carry_out(self, plan: StepPlan) -> None:
@@ -80,11 +79,14 @@ class Scheduler:
                 run.sequence.block_ids.extend(self.pool.allocate(missing))
 
     def mark_computed(self, plan: StepPlan) -> None:
-        """Record that the runs' keys and values are stored, and make their full blocks findable."""
+        """Record that the runs are launched, and make full blocks of known tokens findable.
+
+        Steps run on the device in the order of their launch, so whoever finds a block reads it after it was written.
+        """
         for run in plan.runs:
             sequence = run.sequence
             sequence.num_computed = run.start + run.num_tokens
-            num_full = sequence.num_computed // self.pool.block_size
+            num_full = min(sequence.num_computed, len(sequence.token_ids)) // self.pool.block_size
             if self.pool.prefix_cache and num_full > sequence.num_registered:
                 extend_block_hashes(sequence.block_hashes, sequence.token_ids, self.pool.block_size)
                 for index in range(sequence.num_registered, num_full):
@@ -148,3 +150,8 @@ class Scheduler:
         self.pool.release(sequence.block_ids)
         del sequence.block_ids[:]
         sequence.num_registered = 0
+
+
+def _next_run(sequence: Sequence, budget: int) -> Run:
+    num_tokens = min(budget, sequence.num_uncomputed)
+    return Run(sequence, sequence.num_computed, num_tokens, num_tokens == sequence.num_uncomputed)

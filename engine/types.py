@@ -67,6 +67,8 @@ class Sequence:
     block_ids: array[int] = field(default_factory=lambda: array("q"))
     block_hashes: list[bytes] = field(default_factory=list)  # of the leading full blocks, computed when first asked for
     num_computed: int = 0
+    num_in_flight: int = 0  # tokens drawn by launched steps whose values the host has not read yet
+    draw_row: int = 0  # of the last of them, in its step's draw
     num_registered: int = 0
     num_cached: int = 0  # prompt tokens found in the prefix cache at the first admission
     num_preemptions: int = 0
@@ -86,18 +88,31 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output tokens."""
-        return len(self.token_ids)
+        """Prompt and output tokens, those in flight included."""
+        return len(self.token_ids) + self.num_in_flight
 
     @property
     def num_output(self) -> int:
-        """Output tokens so far; also the index of the next one."""
+        """Output tokens so far."""
         return len(self.token_ids) - self.num_prompt
+
+    @property
+    def num_drawn(self) -> int:
+        """Output tokens, those in flight included; also the index of the next one to be drawn."""
+        return self.num_output + self.num_in_flight
 
     @property
     def num_uncomputed(self) -> int:
         """Tokens whose keys and values are still missing; 1 while decoding."""
-        return len(self.token_ids) - self.num_computed
+        return self.num_tokens - self.num_computed
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the next step can be planned: a constraint or a penalty must know the tokens in flight first."""
+        if self.num_in_flight == 0:
+            return True
+        is_free = self.matcher is None and self.request.sampling.repetition_penalty == 1.0
+        return is_free and self.num_drawn < self.max_tokens
 
     @property
     def output_ids(self) -> array[int]:
@@ -119,11 +134,7 @@ class Run:
     sequence: Sequence
     start: int
     num_tokens: int
-
-    @property
-    def wants_logits(self) -> bool:
-        """Whether the run reaches the sequence's last token, so that the next one can be drawn."""
-        return self.start + self.num_tokens == self.sequence.num_tokens
+    wants_logits: bool  # it reaches the sequence's last token, so that the next one can be drawn
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ class EngineSettings(Section):
     max_num_seqs: int = Field(default=0, ge=0)  # sequences in a batch; 0: 64 on the CPU, 512 on a GPU
     max_num_batched_tokens: int = Field(default=0, ge=0)  # rows of a step; 0: 512 on the CPU, 8192 on a GPU
     cuda_graphs: bool = True  # decode steps on a GPU are replayed instead of launched kernel by kernel
+    overlap: bool | None = None  # launch a step before the tokens of the one before are read; None: on a GPU
     prefix_cache: bool = True
     forced_text: bool = True  # text that the grammar forces is computed as one run, not drawn token by token
     compile_timeout_s: float = Field(default=20.0, gt=0)  # for one constraint

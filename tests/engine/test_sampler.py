@@ -32,9 +32,9 @@ def test_a_row_of_a_mixed_batch_gets_what_it_gets_alone() -> None:
     logits = torch.randn(40, VOCAB_SIZE, generator=torch.Generator().manual_seed(0)) * 3
     bitmask = torch.full((40, 4), -1, dtype=torch.int32)
     bitmask[::3, 0] = 0b1010
-    together = sampler.sample(logits.clone(), sequences, bitmask)
+    together = sampler.sample(logits.clone(), sequences, bitmask).read()
     for i, sequence in enumerate(sequences):
-        alone = sampler.sample(logits[i : i + 1].clone(), [sequence], bitmask[i : i + 1])
+        alone = sampler.sample(logits[i : i + 1].clone(), [sequence], bitmask[i : i + 1]).read()
         assert alone[0][0] == together[i][0]
         assert alone[0][1] == pytest.approx(together[i][1], abs=1e-5)
 
@@ -44,7 +44,7 @@ def test_log_probabilities_are_after_the_mask_and_before_temperature() -> None:
     logits = torch.arange(VOCAB_SIZE, dtype=torch.float32)[None] / 10
     bitmask = torch.zeros(1, 4, dtype=torch.int32)
     bitmask[0, 0] = 0b11000
-    ((token, logprob),) = sampler.sample(logits.clone(), [make(Sampling(temperature=5.0), seed=1)], bitmask)
+    ((token, logprob),) = sampler.sample(logits.clone(), [make(Sampling(temperature=5.0), seed=1)], bitmask).read()
     expected = torch.log_softmax(logits[0, [3, 4]], dim=0)[token - 3]
     assert logprob == pytest.approx(float(expected), abs=1e-5)
 
@@ -55,7 +55,7 @@ def test_a_row_that_allows_nothing_gets_minus_one_and_its_neighbours_are_unaffec
     bitmask = torch.full((3, 4), -1, dtype=torch.int32)
     bitmask[1] = 0
     sequences = [make(Sampling(temperature=t), seed=3) for t in (0.0, 1.0, 0.0)]
-    drawn = sampler.sample(logits.clone(), sequences, bitmask)
+    drawn = sampler.sample(logits.clone(), sequences, bitmask).read()
     assert drawn[1][0] == -1
     assert [drawn[0][0], drawn[2][0]] == logits[[0, 2]].argmax(-1).tolist()
 
@@ -90,7 +90,7 @@ def test_the_seed_decides_and_the_position_moves_it_on() -> None:
     def draw(seed: int, num_output: int) -> int:
         sequence = make(Sampling(temperature=1.0), seed)
         sequence.token_ids.extend([4] * num_output)
-        return sampler.sample(logits.clone(), [sequence], None)[0][0]
+        return sampler.sample(logits.clone(), [sequence], None).read()[0][0]
 
     assert draw(1, 0) == draw(1, 0)
     assert len({draw(seed, 0) for seed in range(50)}) > 20

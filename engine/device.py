@@ -8,10 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from schemas.errors import EngineError
+from schemas.errors import SettingsError
 from schemas.settings import EngineSettings
 
 GIB = 2**30
+ALIGNMENT_BYTES = 16
 CPU_KV_CACHE_GIB = 2.0
 GPU_MEMORY_FRACTION = 0.9  # of what is free once the weights are loaded; activations and logits live in the rest
 
@@ -26,7 +27,7 @@ class EngineSizes:
 
 
 def select_device(settings: EngineSettings) -> torch.device:
-    """Resolve ``settings.device`` and set the number of CPU threads. Raises EngineError for a device that is absent."""
+    """Resolve ``settings.device`` and set the number of CPU threads. Raises SettingsError if it is absent."""
     torch.set_num_threads(settings.num_threads or len(os.sched_getaffinity(0)))
     name = settings.device
     if name == "auto":
@@ -35,7 +36,7 @@ def select_device(settings: EngineSettings) -> torch.device:
         device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
-        raise EngineError(f"engine.device {settings.device!r} cannot be used: {error}") from error
+        raise SettingsError(f"engine.device {settings.device!r} cannot be used: {error}") from error
     return device
 
 
@@ -56,9 +57,20 @@ def resolve_sizes(settings: EngineSettings, device: torch.device) -> EngineSizes
 
 
 def to_device(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
-    """Move arrays of one dtype to the device in one transfer; the tensors are views of one buffer, in shape."""
-    flat = torch.from_numpy(np.concatenate([array.ravel() for array in arrays.values()]))
-    if device.type == "cuda":
-        flat = flat.pin_memory().to(device, non_blocking=True)
-    parts = torch.split(flat, [array.size for array in arrays.values()])
-    return {name: part.view(array.shape) for (name, array), part in zip(arrays.items(), parts, strict=True)}
+    """Move arrays of one dtype to the device in one transfer; the tensors are views of one buffer, in shape.
+
+    Each begins at a multiple of ALIGNMENT_BYTES: GPU kernels are compiled anew for another alignment.
+    """
+    step = ALIGNMENT_BYTES // next(iter(arrays.values())).itemsize
+    sizes = [-(-array.size // step) * step for array in arrays.values()]
+    flat = torch.empty(sum(sizes), dtype=_torch_dtype(arrays), pin_memory=device.type == "cuda")
+    for part, array in zip(torch.split(flat, sizes), arrays.values(), strict=True):
+        part.numpy()[: array.size] = array.ravel()
+    parts = torch.split(flat.to(device, non_blocking=True), sizes)
+    return {
+        name: part[: array.size].view(array.shape) for (name, array), part in zip(arrays.items(), parts, strict=True)
+    }
+
+
+def _torch_dtype(arrays: Mapping[str, np.ndarray]) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, dtype=next(iter(arrays.values())).dtype)).dtype

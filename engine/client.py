@@ -35,7 +35,7 @@ from engine.pipe import pack
 from engine.rank_process import RANK_COMMAND, RankProcess
 from engine.tracker import Resolved, Tracked, Tracker, error_completion
 from schemas import errors
-from schemas.errors import EngineDied, EngineError, KernelError, ModelError, NightmillError
+from schemas.errors import EngineDied, EngineError, KernelError, ModelError, NightmillError, SettingsError
 from schemas.records import Completion, Constraint, FinishReason, ModelRef, Request
 from schemas.settings import EngineSettings
 
@@ -104,7 +104,8 @@ class EngineClient:
     def start(self) -> Hello:
         """Start the engine and block until it has loaded, or until another thread calls ``stop``.
 
-        Raises the cause, within seconds of it: ModelError, KernelError, EngineError (out of memory, no start in time).
+        Raises the cause, within seconds of it: SettingsError, ModelError, KernelError, or EngineError (out of memory, no
+        start in time).
         """
         with self._changed:
             if self._supervisor is None and self._failure is None:
@@ -287,7 +288,7 @@ class EngineClient:
         """Why the engine must not be started again, if so."""
         if self._hello is None and not (death.is_signal and len(self._deaths) < MAX_LOAD_DEATHS):
             return death.error
-        if isinstance(death.error, ModelError | KernelError):
+        if isinstance(death.error, SettingsError | ModelError | KernelError):
             return death.error
         if len(self._deaths) > self._settings.max_restarts:
             minutes = DEATH_WINDOW_S / 60

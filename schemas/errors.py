@@ -58,6 +58,8 @@ class ModelError(NightmillError):
 class KernelError(NightmillError):
     """A kernel backend was asked for by name and cannot be had."""
 
+    exit_code = 2
+
 
 class EngineError(NightmillError):
     """The engine process failed."""

@@ -178,6 +178,7 @@ class EnginePool(BasePool):  # type: ignore[misc]
         failure = outcome[0]
         if failure is not None:
             log.error("engine_cannot_start", reason=str(failure))
+            self._supervisor.stop()
             raise SystemExit(failure.exit_code)
 
     def _start_client(self) -> NightmillError | None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from engine.rank import main
-from schemas.errors import ModelError
+from schemas.errors import ModelError, SettingsError
 from schemas.records import Completion, Constraint, FinishReason, ModelRef, Request
 from schemas.settings import EngineSettings
 
@@ -37,6 +37,8 @@ class FakeEngine:
         self._running: dict[str, tuple[Request, int]] = {}
         self._done: list[Completion] = []
         print("noise of a library on standard output")
+        if settings.device != "auto":
+            raise SettingsError(f"engine.device {settings.device!r} cannot be used")
         match model.name.partition(":"):
             case ("bad", _, text):
                 raise ModelError(text)

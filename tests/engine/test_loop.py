@@ -11,7 +11,7 @@ import torch
 from engine.device import resolve_sizes, select_device
 from engine.grammar import CHARS_PER_CONSTRAINT
 from engine.loop import Engine
-from schemas.errors import EngineError
+from schemas.errors import EngineError, SettingsError
 from schemas.records import Completion, Constraint, ConstraintKind, FinishReason, Message, Request, Sampling
 from schemas.settings import EngineSettings
 from tests.engine.fakes import END, VOCAB_SIZE, HashModel, finish_all, make_engine, run_all
@@ -24,6 +24,7 @@ CONSTRAINTS = [
                 "type": "object",
                 "properties": {"reason": {"type": "string", "maxLength": 5}, "label": {"enum": ["billing", "bug"]}},
                 "required": ["reason", "label"],
+                "additionalProperties": False,
             }
         ),
     ),
@@ -361,7 +362,7 @@ def test_sizes_follow_the_device_unless_they_are_set() -> None:
     sizes = resolve_sizes(EngineSettings(), cpu)
     assert (sizes.max_num_seqs, sizes.max_num_batched_tokens, sizes.kv_cache_bytes) == (64, 512, 2 * 2**30)
     assert resolve_sizes(EngineSettings(max_num_seqs=3, kv_cache_gib=0.5), cpu).kv_cache_bytes == 2**29
-    with pytest.raises(EngineError, match=r"engine\.device 'nowhere'"):
+    with pytest.raises(SettingsError, match=r"engine\.device 'nowhere'"):
         select_device(EngineSettings(device="nowhere"))
 
 

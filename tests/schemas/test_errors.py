@@ -20,6 +20,7 @@ def test_what_the_user_typed_wrong_exits_with_2() -> None:
         errors.InputDataError,
         errors.ConstraintError,
         errors.ModelError,
+        errors.KernelError,
         errors.JobNotFound,
     ):
         assert cls.exit_code == 2

@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from jobs.broker import broker_status
+from jobs.local_worker import PERMANENT_EXIT_CODE
 from schemas.errors import SettingsError
 from schemas.records import JobState
 from schemas.settings import Settings
@@ -88,6 +89,13 @@ def test_a_worker_without_its_model_says_so_and_exits(lab: Lab) -> None:
     assert worker.wait() == 2
     assert "worker_cannot_start" in worker.log
     assert "unknown model '/no/such/model'" in worker.log
+
+
+def test_a_worker_whose_engine_cannot_start_exits_as_for_bad_settings_and_counts_no_longer(lab: Lab) -> None:
+    worker = lab.worker(is_ready=False, NIGHTMILL_ENGINE__DEVICE="nowhere")
+    assert worker.wait() == PERMANENT_EXIT_CODE
+    assert "engine.device 'nowhere' cannot be used" in worker.log
+    assert lab.queue.workers_serving(lab.model.queue) == 0
 
 
 def test_a_worker_with_an_option_that_loses_work_refuses_to_start(lab: Lab) -> None:

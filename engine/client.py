@@ -104,8 +104,8 @@ class EngineClient:
     def start(self) -> Hello:
         """Start the engine and block until it has loaded, or until another thread calls ``stop``.
 
-        Raises the cause, within seconds of it: SettingsError, ModelError, KernelError, or EngineError (out of memory, no
-        start in time).
+        Raises the cause, within seconds of it: SettingsError, ModelError, KernelError, or EngineError (out of
+        memory, no start in time).
         """
         with self._changed:
             if self._supervisor is None and self._failure is None:

@@ -26,7 +26,7 @@ class EngineSizes:
     kv_cache_bytes: int
 
 
-    """Resolve ``settings.device``, set the number of CPU threads. Raises SettingsError for a device that is absent."""
+def select_device(settings: EngineSettings) -> torch.device:
     """Resolve ``settings.device`` and set the number of CPU threads. Raises SettingsError if it is absent."""
     torch.set_num_threads(settings.num_threads or len(os.sched_getaffinity(0)))
     name = settings.device

@@ -213,9 +213,13 @@ def tiny_weights(config: dict[str, Any], seed: int = 0) -> dict[str, torch.Tenso
     """Random fp32 weights under their Hugging Face names."""
     generator = torch.Generator().manual_seed(seed)
     return {
-        name: torch.randn(shape, generator=generator) * 0.2 + (1.0 if name.endswith("norm.weight") else 0.0)
-        for name, shape in _shapes(config).items()
+        name: torch.randn(shape, generator=generator) * 0.2 + _mean(name) for name, shape in _shapes(config).items()
     }
+
+
+def _mean(name: str) -> float:
+    """Norms are near 1; a router's bias is so low that groups masked with 0 instead of -inf would win."""
+    return 1.0 if name.endswith("norm.weight") else -1.0 if name.endswith("e_score_correction_bias") else 0.0
 
 
 def tiny_tokenizer() -> Tokenizer:

@@ -101,7 +101,13 @@ def prepare(submission: Submission, settings: Settings) -> Prepared:
     spec = _make_spec(submission, inputs)
     check_output_columns(spec, inputs.schema)
     builder = PromptBuilder(spec, inputs.schema)
-    chunks = make_chunks(inputs.files, submission.chunk_rows or settings.jobs.chunk_rows, spec.limit)
+    chunks = make_chunks(
+        inputs.files,
+        submission.chunk_rows or settings.jobs.chunk_rows,
+        spec.limit,
+        row_bytes=inputs.row_bytes,
+        chunk_bytes=settings.jobs.chunk_bytes,
+    )
     example = _build_example(builder, spec, inputs.schema, chunks)
     label_type = label_column(spec).type
     return Prepared(spec, Plan(chunks, inputs.schema), submission.output, decisions, example, label_type)
@@ -128,6 +134,7 @@ def enqueue(job: Job, settings: Settings) -> Job:
     """
     if try_finish(job) or job.is_cancelled() or job.is_paused():
         return job
+    job.unfail()
     try:
         connect_queue(settings).reconcile(job)
     except BrokerError as error:

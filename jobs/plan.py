@@ -21,8 +21,19 @@ class Plan(NamedTuple):
     input_schema: pa.Schema
 
 
-def make_chunks(inputs: Sequence[InputFile], chunk_rows: int, limit: int | None = None) -> tuple[Chunk, ...]:
-    """Cut the first ``limit`` rows of the inputs into chunks of ``chunk_rows`` rows; none spans two files."""
+def make_chunks(
+    inputs: Sequence[InputFile],
+    chunk_rows: int,
+    limit: int | None = None,
+    *,
+    row_bytes: Sequence[int] | None = None,
+    chunk_bytes: int = 0,
+) -> tuple[Chunk, ...]:
+    """Cut the first ``limit`` rows of the inputs into chunks of ``chunk_rows`` rows; none spans two files.
+
+    With ``row_bytes``, the mean size of each input's rows, a chunk has fewer rows where they would exceed
+    ``chunk_bytes``.
+    """
     if chunk_rows < 1 or (limit is not None and limit < 1):
         raise InputDataError(f"chunk_rows ({chunk_rows}) and limit ({limit}) must be at least 1")
     chunks: list[Chunk] = []
@@ -30,8 +41,9 @@ def make_chunks(inputs: Sequence[InputFile], chunk_rows: int, limit: int | None 
     for input_index, file in enumerate(inputs):
         end = min(file.num_rows, rows_left)
         rows_left -= end
-        for start in range(0, end, chunk_rows):
-            num_rows = min(chunk_rows, end - start)
+        step = chunk_rows if row_bytes is None else min(chunk_rows, chunk_bytes // max(1, row_bytes[input_index])) or 1
+        for start in range(0, end, step):
+            num_rows = min(step, end - start)
             chunks.append(Chunk(index=len(chunks), input_index=input_index, start_row=start, num_rows=num_rows))
     return tuple(chunks)
 

@@ -25,10 +25,11 @@ NUM_FOOTER_THREADS = 8
 
 
 class Inputs(NamedTuple):
-    """The files of a job in row order, and one schema that fits all of them."""
+    """The files of a job in row order, one schema that fits all of them, and how many bytes a row of each takes."""
 
     files: tuple[InputFile, ...]
     schema: pa.Schema
+    row_bytes: tuple[int, ...]  # on average, encoded but not compressed
 
 
 def scan_inputs(locations: Sequence[str]) -> Inputs:
@@ -42,9 +43,9 @@ def scan_inputs(locations: Sequence[str]) -> Inputs:
         raise InputDataError(f"no Parquet file ({', '.join(SUFFIXES)}) in {', '.join(locations) or 'no location'}")
     with ThreadPoolExecutor(NUM_FOOTER_THREADS) as pool:
         footers = list(pool.map(_read_footer, entries.values()))
-    files = tuple(_input_file(entry, num_rows) for entry, (_, num_rows) in zip(entries.values(), footers, strict=True))
-    schemas = [(file.uri, _with_partition(schema, file)) for file, (schema, _) in zip(files, footers, strict=True)]
-    return Inputs(files, unify_schemas(schemas))
+    files = tuple(_input_file(entry, footer.num_rows) for entry, footer in zip(entries.values(), footers, strict=True))
+    schemas = [(file.uri, _with_partition(footer.schema, file)) for file, footer in zip(files, footers, strict=True)]
+    return Inputs(files, unify_schemas(schemas), tuple(footer.row_bytes for footer in footers))
 
 
 def scan_schema(files: Sequence[InputFile]) -> pa.Schema:
@@ -52,7 +53,7 @@ def scan_schema(files: Sequence[InputFile]) -> pa.Schema:
     with ThreadPoolExecutor(NUM_FOOTER_THREADS) as pool:
         footers = pool.map(lambda file: _read_footer(_current(file)), files)
         return unify_schemas(
-            [(file.uri, _with_partition(s, file)) for file, (s, _) in zip(files, footers, strict=True)]
+            [(file.uri, _with_partition(footer.schema, file)) for file, footer in zip(files, footers, strict=True)]
         )
 
 
@@ -111,20 +112,27 @@ def _plain_type(kind: pa.DataType) -> pa.DataType:
     return kind.value_type if pa.types.is_dictionary(kind) else kind
 
 
-def _read_footer(entry: Entry) -> tuple[pa.Schema, int]:
+class _Footer(NamedTuple):
+    schema: pa.Schema
+    num_rows: int
+    row_bytes: int
+
+
+def _read_footer(entry: Entry) -> _Footer:
     file = _open_parquet(entry.uri)
-    schema, num_rows = file.schema_arrow, file.metadata.num_rows
+    schema, metadata = file.schema_arrow, file.metadata
+    num_bytes = sum(metadata.row_group(index).total_byte_size for index in range(metadata.num_row_groups))
     file.close(force=True)
     twice = sorted(name for name, count in Counter(schema.names).items() if count > 1)
     if twice:
         raise InputDataError(f"{entry.uri} has several columns named {', '.join(map(repr, twice))}: rename them")
-    return schema, num_rows
+    return _Footer(schema, metadata.num_rows, num_bytes // max(1, metadata.num_rows))
 
 
 def _open_parquet(uri: str) -> pq.ParquetFile:
     source = open_input(uri)
     try:
-        return pq.ParquetFile(source, pre_buffer=False, buffer_size=2**20)
+        return pq.ParquetFile(source, pre_buffer=False, buffer_size=2**20, page_checksum_verification=True)
     except (pa.ArrowException, OSError) as error:
         size = source.size()
         source.close()

@@ -68,6 +68,7 @@ class JobsSettings(Section):
     """How rows are read and cut."""
 
     chunk_rows: int = Field(default=2048, ge=1)
+    chunk_bytes: int = Field(default=128 * 2**20, ge=2**20)  # fewer rows a chunk where they are wide
     read_batch_bytes: int = Field(default=64 * 2**20, ge=2**20)  # memory for the rows of one read
     max_chunk_deliveries: int = Field(default=3, ge=1)  # a chunk that fails so often is parked
 

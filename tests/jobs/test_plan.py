@@ -1,6 +1,7 @@
 """Chunks cover the rows exactly once, in order; the plan file gives back what was written."""
 
 import io
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -9,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jobs.plan import VERSION_KEY, Plan, decode_plan, encode_plan, make_chunks
+from jobs.source import scan_inputs
 from schemas.errors import InputDataError, JobError
 from schemas.records import FORMAT_VERSION, InputFile
+from tests.tiny_jobs import write_input
 
 
 def files_of(row_counts: list[int]) -> tuple[InputFile, ...]:
@@ -29,6 +32,17 @@ def test_chunks_cover_the_first_rows_once_and_in_order(
     assert covered == every_row[:limit]
     assert [chunk.index for chunk in chunks] == list(range(len(chunks)))
     assert all(1 <= chunk.num_rows <= chunk_rows for chunk in chunks)
+
+
+def test_unbounded_buffering_rows_of_a_megabyte_make_chunks_of_few_rows(tmp_path: Path) -> None:
+    for name, wide in (("narrow", 1), ("wide", 2**20)):
+        texts = [f"{i}" + "x" * wide for i in range(20)]
+        write_input(tmp_path / f"{name}.parquet", {"text": texts}, use_dictionary=False)
+    inputs = scan_inputs([str(tmp_path / "narrow.parquet"), str(tmp_path / "wide.parquet")])
+    chunks = make_chunks(inputs.files, 16, row_bytes=inputs.row_bytes, chunk_bytes=5 * 2**20)
+    assert [chunk.num_rows for chunk in chunks] == [16, 4, 4, 4, 4, 4, 4]
+    whole = make_chunks(inputs.files, 16, row_bytes=inputs.row_bytes, chunk_bytes=1)
+    assert [chunk.num_rows for chunk in whole] == [1] * 40
 
 
 @pytest.mark.parametrize(("chunk_rows", "limit"), [(0, None), (1, 0), (-1, 3)])

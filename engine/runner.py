@@ -32,7 +32,8 @@ class Runner:
         except (RuntimeError, MemoryError) as error:  # torch raises a RuntimeError on either device
             size_gib = num_blocks * model.cache_bytes_per_block(block_size) / 2**30
             raise EngineError(f"no memory for a KV cache of {size_gib:.1f} GiB: lower engine.kv_cache_gib") from error
-        self._graphs = DecodeGraphs(model, self._cache, device, graphs) if graphs and device.type == "cuda" else None
+        can_record = device.type == "cuda" and model.is_recordable
+        self._graphs = DecodeGraphs(model, self._cache, device, graphs) if graphs and can_record else None
 
     @torch.inference_mode()
     def run(self, runs: Seq[Run], num_decodes: int, drawn: Tensor | None = None) -> Tensor:

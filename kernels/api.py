@@ -91,6 +91,10 @@ class Kernels(Protocol):
 
     name: str
 
+    @property
+    def unrecordable(self) -> frozenset[str]:
+        """Operations that read tensors on the host, so that no CUDA graph can hold a decode step with them."""
+
     def pack_weight(self, weight: Tensor, bias: Tensor | None = None) -> Any:
         """Prepare ``weight`` [out, in] (and ``bias`` [out]) for ``linear``; may copy it into a faster layout."""
 

@@ -80,6 +80,12 @@ class ReferenceKernels:
         self.can_prepack = (device is None or device.type == "cpu") and can_prepack(dtype)
         self._plan: tuple[AttentionBatch, Layout, AttentionPlan] | None = None  # of the last step, for all layers
 
+    @property
+    def unrecordable(self) -> frozenset[str]:
+        """See Kernels.unrecordable."""
+        names = {"attention", "latent_attention"}
+        return frozenset(names if self.dtype == torch.bfloat16 else names | {"experts_mlp"})
+
     def pack_weight(self, weight: Tensor, bias: Tensor | None = None) -> PackedWeight:
         """See Kernels.pack_weight; copies the weight when it prepacks."""
         if self.can_prepack and weight.device.type == "cpu" and weight.dtype == self.dtype:

@@ -25,6 +25,11 @@ class TritonKernels(ReferenceKernels):
 
     name = "triton"
 
+    @property
+    def unrecordable(self) -> frozenset[str]:
+        """See Kernels.unrecordable."""
+        return super().unrecordable - {"attention"}
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See Kernels.rms_norm; x [N, width] or [N, heads, width] may be a view with a contiguous last dimension."""
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -19,6 +19,8 @@ class Model(Protocol):
     """What the runner needs of a model."""
 
     spec: ModelSpec
+    is_recordable: bool
+    """Whether a CUDA graph can hold a decode step."""
 
     def alloc_cache(self, num_blocks: int, block_size: int) -> KVCache:
         """Allocate a zeroed cache on the model's device. Raises RuntimeError or MemoryError if it does not fit."""

@@ -63,6 +63,8 @@ class Decoder:
         self._final_norm = source.get("model.norm.weight")
         head = self._embedding if spec.tie_embeddings else source.get("lm_head.weight")
         self._head = kernels.pack_weight(head)
+        operations = {"latent_attention" if spec.latent else "attention"} | ({"experts_mlp"} if spec.experts else set())
+        self.is_recordable = kernels.unrecordable.isdisjoint(operations)
         self._rotary = Rotary(spec.rope, spec.head_dim, self._device, self._dtype)
 
     def alloc_cache(self, num_blocks: int, block_size: int) -> list[Tensor]:

@@ -30,6 +30,8 @@ class HashModel:
     A wrong slot, block, position or a stale block gives other tokens, so equality with ``expected_logits`` checks them.
     """
 
+    is_recordable = False
+
     def __init__(self, max_position_embeddings: int = 4096, favourites: Iterable[int] = (), boost: float = 3.0) -> None:
         self.spec = SimpleNamespace(vocab_size=VOCAB_SIZE, max_position_embeddings=max_position_embeddings)
         self.num_rows: list[int] = []

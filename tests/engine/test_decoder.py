@@ -126,6 +126,29 @@ def test_a_cache_takes_the_bytes_it_announces(tmp_path: Path, family: str, value
 
 
 @pytest.mark.parametrize(
+    ("family", "unrecordable", "is_recordable"),
+    [
+        ("qwen3", {"attention"}, False),
+        ("qwen3", {"latent_attention", "experts_mlp"}, True),
+        ("qwen3_moe", {"experts_mlp"}, False),
+        ("deepseek_v2", {"latent_attention"}, False),
+        ("deepseek_v2", {"attention"}, True),
+    ],
+)
+def test_decode_steps_are_recorded_only_if_all_their_operations_can_be(
+    tmp_path: Path, family: str, unrecordable: set[str], is_recordable: bool
+) -> None:
+    class SomeKernels(ReferenceKernels):
+        @property
+        def unrecordable(self) -> frozenset[str]:
+            return frozenset(unrecordable)
+
+    directory = write_tiny_model(tmp_path, family)
+    ref = ModelRef(name=str(directory), digest="0" * 16, dtype="float32")
+    assert load_model(ModelFiles(directory, "huggingface"), ref, SomeKernels(), CPU).is_recordable == is_recordable
+
+
+@pytest.mark.parametrize(
     ("family", "dtype"), [("qwen2", "bfloat16"), ("qwen2", "float16"), ("deepseek_v2_lite", "bfloat16")]
 )
 def test_half_precision_stays_close_to_fp32(tmp_path: Path, family: str, dtype: str) -> None:

@@ -1,5 +1,7 @@
 """Latent attention against its definition, written out with keys and values of every head at every position."""
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -30,11 +32,12 @@ def brute_force(
         table = batch.block_table[seq].tolist()
         for _ in range(num_rows):
             places = range(int(batch.positions[row]) + 1)
-            latents = torch.stack([cache[table[at // block_size], at % block_size, 0] for at in places]).double()
-            for head in range(HEADS):
-                both = latents[:, :RANK] @ up[head].T
-                scores = both[:, :KEY] @ q[row, head].double() + latents[:, RANK:] @ q_rope[row, head].double()
-                out[row, head] = torch.softmax(scores * scale, 0) @ both[:, KEY:]
+            slots = [table[at // block_size] * block_size + at % block_size for at in places]
+            latents = cache.flatten(0, 2)[slots].double()
+            both = torch.einsum("tr,hsr->hts", latents[:, :RANK], up)
+            scores = torch.einsum("hts,hs->ht", both[..., :KEY], q[row].double())
+            scores += torch.einsum("ts,hs->ht", latents[:, RANK:], q_rope[row].double())
+            out[row] = torch.einsum("ht,hts->hs", torch.softmax(scores * scale, 1), both[..., KEY:])
             row += 1
     return out
 
@@ -86,3 +89,21 @@ def test_latents_are_written_to_their_slots_only() -> None:
     assert torch.equal(cache[1, 1, 0], torch.cat((latent[0], rope[0])))
     assert torch.equal(cache[2, 3, 0], torch.cat((latent[1], rope[1])))
     assert cache.count_nonzero() == 2 * (RANK + ROPE)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_cuda_device_gives_what_the_cpu_gives() -> None:
+    starts, query_lens = [30, 17, 22, 9, 5, 0], [1, 1, 1, 1, 6, 30]
+    tables = block_tables([a + b for a, b in zip(starts, query_lens, strict=True)])
+    batch = attention_batch(starts, query_lens, tables)
+    moved = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
+    moved = {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in moved.items()}
+    cache, weight = torch.randn(64, 4, 1, RANK + ROPE), torch.randn(HEADS * (KEY + VALUE), RANK)
+    q, q_rope = torch.randn(len(batch.positions), HEADS, KEY), torch.randn(len(batch.positions), HEADS, ROPE)
+    up = KERNELS.pack_up_projection(weight, HEADS, KEY)
+    wanted = KERNELS.latent_attention(q, q_rope, cache, batch, up, scale=0.3)
+    kernels = ReferenceKernels(torch.device("cuda"))
+    up = kernels.pack_up_projection(weight.cuda(), HEADS, KEY)
+    got = kernels.latent_attention(q.cuda(), q_rope.cuda(), cache.cuda(), AttentionBatch(**moved), up, scale=0.3)
+    torch.testing.assert_close(got.cpu(), wanted, atol=1e-4, rtol=1e-4)

@@ -110,3 +110,33 @@ def test_no_rows_are_no_work() -> None:
     packed = KERNELS.pack_experts(torch.randn(3, 8, 4), torch.randn(3, 4, 4))
     empty = torch.empty(0, 2)
     assert KERNELS.experts_mlp(torch.empty(0, 4), empty, empty.long(), packed).shape == (0, 4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_recorded_graph_routes_and_computes_whatever_rows_it_is_given() -> None:
+    gate, kernels = GATES["v3"], ReferenceKernels(torch.device("cuda"), torch.bfloat16)
+    x, router = torch.randn(16, 64, device="cuda").bfloat16(), torch.randn(12, 64, device="cuda")
+    gate_up, down = (torch.randn(*shape, device="cuda").bfloat16() * 0.1 for shape in ((12, 64, 64), (12, 64, 32)))
+    packed, on_cpu = (
+        kernels.pack_experts(gate_up, down),
+        KERNELS.pack_experts(gate_up.cpu().float(), down.cpu().float()),
+    )
+
+    def compute() -> torch.Tensor:
+        weights, experts = kernels.route(torch.nn.functional.linear(x.float(), router), gate)
+        return kernels.experts_mlp(x, weights, experts, packed)
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        compute()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = compute()
+    for _ in range(3):
+        x.normal_()
+        graph.replay()
+        rows = x.cpu().float()
+        weights, experts = KERNELS.route(torch.nn.functional.linear(rows, router.cpu()), gate)
+        torch.testing.assert_close(
+            out.cpu().float(), KERNELS.experts_mlp(rows, weights, experts, on_cpu), atol=0.05, rtol=0.05
+        )

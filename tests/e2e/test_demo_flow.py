@@ -197,6 +197,21 @@ def test_submit_alone_labels_everything_and_stops_what_it_started(machine: Machi
     assert code == 0, stdout
 
 
+def test_real_queries_with_77_labels_come_back_in_order_and_valid(machine: Machine, shared_data: Path) -> None:
+    source = pq.read_table(shared_data / "banking77.parquet")
+    categories = sorted(set(source["category"].to_pylist()))
+    schema = json.dumps({**json.loads(SCHEMA), "properties": {"route": {"enum": categories}}})
+    options = ["--column", "text", "--limit", "256", "--system", "", "--max-model-len", "1024", "--chunk-rows", "64"]
+    data = str(shared_data / "banking77.parquet")
+    submit = machine.start("jobs.submit", data, "--schema", schema, "--model", str(machine.model), *options)
+    assert machine.finish(submit)[0] == 0, machine.told
+    rows = read_output(machine)
+    assert [{name: row[name] for name in source.column_names} for row in rows] == source.slice(0, 256).to_pylist()
+    validator = make_validator(load_constraint(ConstraintKind.JSON_SCHEMA, schema))
+    assert [validator.check(row["label_raw"]) for row in rows] == [(row["label"], None) for row in rows]
+    assert {row["label_status"] for row in rows} == {"ok"}
+
+
 def test_two_workers_give_the_labels_of_the_embedded_run(make_machine: Callable[[], Machine]) -> None:
     alone, together = make_machine(), make_machine()
     assert alone.finish(alone.start_submit())[0] == 3, alone.told

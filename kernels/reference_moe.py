@@ -68,7 +68,7 @@ def sort_by_expert(experts: Tensor, num_experts: int, alignment: int) -> ExpertR
 
 def grouped_linear(x: Tensor, weight: Tensor, rows: ExpertRows) -> Tensor:
     """See Kernels.grouped_linear; in bfloat16 on CUDA one call of torch, else one linear for each expert."""
-    if x.is_cuda and x.dtype == torch.bfloat16:
+    if x.is_cuda and x.dtype == torch.bfloat16 and len(x):
         return torch._grouped_mm(x, weight.transpose(1, 2), offs=rows.ends)
     out = x.new_zeros(len(x), weight.shape[1])
     start = 0

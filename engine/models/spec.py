@@ -171,7 +171,9 @@ class ExpertSpec:
             shared_size=0 if is_qwen else size * int(config.get("n_shared_experts") or 0),
             gate=gate,
             has_gate_bias=architecture == "deepseek_v3",
-            layers=frozenset(_sparse_layers(config, num_layers)),
+            layers=frozenset(
+                _sparse_layers(config, num_layers) if is_qwen else _layers_after_dense(config, num_layers)
+            ),
         )
 
 
@@ -190,9 +192,14 @@ def _gate(config: Mapping[str, Any], architecture: str) -> Gate:
     return Gate(Scoring.SOFTMAX, num_selected, *groups, scale=float(scale))
 
 
-def _sparse_layers(config: Mapping[str, Any], num_layers: int) -> range | list[int]:
-    if (first := config.get("first_k_dense_replace")) is not None:
-        return range(int(first), num_layers)
+def _layers_after_dense(config: Mapping[str, Any], num_layers: int) -> range:
+    num_dense = config.get("first_k_dense_replace")
+    if not isinstance(num_dense, int) or num_dense < 0:
+        raise ModelError(f"config.json: first_k_dense_replace must be a number of layers, not {num_dense!r}")
+    return range(num_dense, num_layers)
+
+
+def _sparse_layers(config: Mapping[str, Any], num_layers: int) -> list[int]:
     step, dense = int(config.get("decoder_sparse_step") or 1), config.get("mlp_only_layers") or ()
     return [layer for layer in range(num_layers) if (layer + 1) % step == 0 and layer not in dense]
 
@@ -286,9 +293,9 @@ def _check_fields(config: Mapping[str, Any], architecture: str) -> None:
 
 def _fp8_block(config: Mapping[str, Any]) -> tuple[int, int] | None:
     """Read quantization_config: DeepSeek's fp8 weights with one scale a block, or none."""
-    fields = dict(config.get("quantization_config") or {})
-    if not fields:
+    if not config.get("quantization_config"):
         return None
+    fields = dict(config["quantization_config"])
     block = fields.pop("weight_block_size", None)
     wanted = {"quant_method": ("fp8",), "fmt": (None, "e4m3"), "scale_fmt": (None, "ue8m0")}
     is_known = all(fields.pop(name, None) in values for name, values in wanted.items())

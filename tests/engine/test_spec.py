@@ -241,6 +241,7 @@ def test_every_tiny_family_is_read(family: str) -> None:
         ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq=2"),
         ("deepseek_v3", {"n_group": 3}, "3 of 8 experts do not fit 2 of 3 groups"),
         ("deepseek_v3", {"topk_group": 1}, "3 of 8 experts do not fit 1 of 4 groups"),
+        ("deepseek_v3", {"first_k_dense_replace": None}, "first_k_dense_replace must be a number of layers, not None"),
         ("deepseek_v3", {"index_topk": 64}, "index_topk=64 is not understood"),
         ("deepseek_v3", {"num_key_value_heads": 2}, "as many num_key_value_heads as num_attention_heads"),
         ("deepseek_v3", {"qk_head_dim": 32}, "do not fit qk_head_dim"),

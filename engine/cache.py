@@ -21,6 +21,30 @@ def extend_block_hashes(hashes: list[bytes], token_ids: array[int], block_size: 
         hashes.append(blake2b(parent + tokens.tobytes(), digest_size=HASH_BYTES).digest())
 
 
+class BlockHasher:
+    """Hashes the blocks of prompts of which many begin alike: what a prompt shares with the one before is copied."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._previous: array[int] = array("q")
+        self._hashes: list[bytes] = []
+
+    def hash_prompt(self, token_ids: array[int]) -> list[bytes]:
+        """Hashes of the full blocks of ``token_ids``, as extend_block_hashes makes them."""
+        low, high = 0, min(len(self._hashes), len(token_ids) // self._block_size)
+        while low < high:  # by bisection: comparing slices is fast, hashing is not
+            middle = (low + high + 1) // 2
+            start, end = low * self._block_size, middle * self._block_size
+            if token_ids[start:end] == self._previous[start:end]:
+                low = middle
+            else:
+                high = middle - 1
+        hashes = self._hashes[:low]
+        extend_block_hashes(hashes, token_ids, self._block_size)
+        self._previous, self._hashes = token_ids[:], hashes
+        return hashes[:]
+
+
 class BlockPool:
     """Reference-counted blocks with an LRU free list. A free block keeps its content until it is allocated again."""
 

@@ -229,10 +229,10 @@ class Engine:
 
     def _force(self, sequence: Sequence) -> FinishReason | None:
         """Append the text that the grammar forces next, to be computed with the next draw; says if that is the end."""
-        if not (self._forced and sequence.matcher):
+        key, limit = sequence.request.constraint_key, sequence.max_tokens - sequence.num_output
+        if not (self._forced and sequence.matcher and key):
             return None
-        limit = sequence.max_tokens - sequence.num_output
-        for token_id in self._forced.advance(sequence.matcher, sequence.token_ids, limit):
+        for token_id in self._forced.advance(sequence.matcher, key, sequence.token_ids, sequence.num_prompt, limit):
             self._record(sequence, token_id, 0.0)
             self.stats.num_forced_tokens += 1
         return self._finish_reason(sequence)

@@ -6,7 +6,7 @@ its own tokens. Planning returns a value that ``carry_out`` executes. Knows no t
 
 from collections import deque
 
-from engine.cache import BlockPool, extend_block_hashes
+from engine.cache import BlockHasher, BlockPool, extend_block_hashes
 from engine.types import Run, Sequence, SequenceStatus, StepPlan
 
 
@@ -19,6 +19,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of admission
+        self._hasher = BlockHasher(pool.block_size)
         self._computing: dict[bytes, Sequence] = {}  # prompt blocks that a running sequence is about to compute
 
     @property
@@ -56,15 +57,16 @@ class Scheduler:
     def plan(self) -> StepPlan:
         """Decide the next step without changing anything."""
         preempted = self._choose_victims()
-        ready = [sequence for sequence in self.running if sequence.is_ready and sequence not in preempted]
-        runs = [_next_run(sequence, 1) for sequence in ready if sequence.num_uncomputed == 1]
-        num_decodes = len(runs)
-        budget = self.max_num_batched_tokens - num_decodes
-        for sequence in ready:
-            if budget > 0 and sequence.num_uncomputed > 1:
-                runs.append(_next_run(sequence, budget))
-                budget -= runs[-1].num_tokens
-        return StepPlan(tuple(preempted), tuple(runs), num_decodes)
+        decodes: list[Run] = []
+        prefills: list[Sequence] = []
+        for sequence in self.running:
+            if sequence.is_ready and sequence not in preempted:
+                num_computed = sequence.num_computed
+                if len(sequence.token_ids) + sequence.num_in_flight - num_computed == 1:
+                    decodes.append(Run(sequence, num_computed, 1, True))
+                else:
+                    prefills.append(sequence)
+        return StepPlan(tuple(preempted), (*decodes, *self._chunks(prefills, len(decodes))), len(decodes))
 
     def carry_out(self, plan: StepPlan) -> None:
         """Preempt and allocate as planned."""
@@ -106,6 +108,8 @@ class Scheduler:
         """Hashes of the blocks a prefix hit may cover: at least one token is left to compute."""
         if not self.pool.prefix_cache:
             return []
+        if not sequence.block_hashes:
+            sequence.block_hashes = self._hasher.hash_prompt(sequence.token_ids)
         extend_block_hashes(sequence.block_hashes, sequence.token_ids, self.pool.block_size)
         return sequence.block_hashes[: (sequence.num_tokens - 1) // self.pool.block_size]
 
@@ -130,9 +134,24 @@ class Scheduler:
     def _num_missing_blocks(self, sequence: Sequence) -> int:
         return self.pool.num_blocks_for(sequence.num_tokens) - len(sequence.block_ids)
 
+    def _chunks(self, prefills: list[Sequence], num_decodes: int) -> list[Run]:
+        """Runs of several tokens, in order of admission, within what the decodes leave of the budget."""
+        budget = self.max_num_batched_tokens - num_decodes
+        chunks: list[Run] = []
+        for sequence in prefills:
+            if budget <= 0:
+                break
+            num_tokens = min(budget, sequence.num_uncomputed)
+            chunks.append(Run(sequence, sequence.num_computed, num_tokens, num_tokens == sequence.num_uncomputed))
+            budget -= num_tokens
+        return chunks
+
     def _choose_victims(self) -> list[Sequence]:
         """The youngest sequences, as many as it takes for those left to have the blocks of all their tokens."""
-        num_needed = sum(self._num_missing_blocks(sequence) for sequence in self.running)
+        num_tokens_per_block, num_needed = self.pool.block_size, 0
+        for sequence in self.running:  # every step, every sequence: no calls in here
+            num_tokens = len(sequence.token_ids) + sequence.num_in_flight
+            num_needed += -(-num_tokens // num_tokens_per_block) - len(sequence.block_ids)
         victims: list[Sequence] = []
         freed: list[int] = []
         while num_needed > self.pool.num_free + self.pool.num_freed_by(freed):
@@ -150,8 +169,3 @@ class Scheduler:
         self.pool.release(sequence.block_ids)
         del sequence.block_ids[:]
         sequence.num_registered = 0
-
-
-def _next_run(sequence: Sequence, budget: int) -> Run:
-    num_tokens = min(budget, sequence.num_uncomputed)
-    return Run(sequence, sequence.num_computed, num_tokens, num_tokens == sequence.num_uncomputed)

@@ -6,7 +6,7 @@ import time
 from array import array
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from schemas.records import Request
 
@@ -127,8 +127,7 @@ class Sequence:
         return self.finished_at - self.admitted_at
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """The next ``num_tokens`` tokens of a sequence, computed in one step."""
 
     sequence: Sequence

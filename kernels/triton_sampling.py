@@ -6,7 +6,6 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.api import SamplingBatch
-from kernels.sampling import uniform
 
 BLOCK = 4096
 
@@ -25,10 +24,9 @@ def sample(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
     if rows:
-        draws = batch.temperature if batch.is_all_greedy else uniform(batch.seeds, batch.positions)
         min_p = batch.temperature if batch.min_p is None else batch.min_p
         _sample[(rows,)](
-            logits, batch.temperature, draws, min_p, tokens, logprobs, logits.stride(0), vocab,
+            logits, batch.temperature, batch.seeds, batch.positions, min_p, tokens, logprobs, logits.stride(0), vocab,
             IS_GREEDY=batch.is_all_greedy, HAS_MIN_P=batch.min_p is not None, BLOCK=BLOCK,
         )  # fmt: skip
     return tokens, logprobs
@@ -44,8 +42,23 @@ def _apply_bitmask(logits, bitmask, logits_stride, mask_stride, vocab, BLOCK: tl
 
 
 @triton.jit
+def _uniform(seed, position):
+    """kernels.sampling.uniform, purpose 0."""
+    counter = (position * 3 + 1).to(tl.uint64, bitcast=True) * 0x9E3779B97F4A7C15
+    mixed = _mix(_mix(seed.to(tl.uint64, bitcast=True)) + counter)
+    return (mixed >> 11).to(tl.float64) * 1.1102230246251565e-16  # 2^-53
+
+
+@triton.jit
+def _mix(z):
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    return z ^ (z >> 31)
+
+
+@triton.jit
 def _sample(
-    logits, temperatures, draws, min_ps, tokens, logprobs, stride, vocab,
+    logits, temperatures, seeds, positions, min_ps, tokens, logprobs, stride, vocab,
     IS_GREEDY: tl.constexpr, HAS_MIN_P: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Pass one: the largest logit, its first index, and the sum of exponentials. Pass two: the first index at which the
@@ -67,7 +80,7 @@ def _sample(
     if not IS_GREEDY:
         temperature = tl.load(temperatures + row)
         if (temperature > 0) & (best > float("-inf")):
-            u = tl.load(draws + row)
+            u = _uniform(tl.load(seeds + row), tl.load(positions + row))
             floor = float("-inf")
             if HAS_MIN_P:
                 floor = tl.log(tl.load(min_ps + row))

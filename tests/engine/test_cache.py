@@ -2,11 +2,11 @@
 
 from array import array
 
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.cache import BlockPool, extend_block_hashes
+from engine.cache import BlockHasher, BlockPool, extend_block_hashes
 
 BLOCK_SIZE = 2
 NUM_BLOCKS = 12
@@ -118,3 +118,18 @@ def test_a_pool_without_prefix_cache_finds_nothing() -> None:
     chain = hashes_of([1, 2])
     pool.register(pool.allocate(1)[0], chain[0])
     assert pool.find_prefix(chain) == []
+
+
+@given(
+    prompts=st.lists(st.lists(st.integers(0, 2), max_size=24), max_size=8),
+    block_size=st.integers(1, 5),
+)
+def test_hashes_copied_from_the_prompt_before_are_the_hashes_of_the_prompt(
+    prompts: list[list[int]], block_size: int
+) -> None:
+    hasher = BlockHasher(block_size)
+    for prompt in prompts:
+        tokens = array("q", [7] * 6 + prompt)
+        expected: list[bytes] = []
+        extend_block_hashes(expected, tokens, block_size)
+        assert hasher.hash_prompt(tokens) == expected

@@ -13,13 +13,19 @@ from schemas.records import Constraint, ConstraintKind, FinishReason, Request, S
 from tests.engine.fakes import HashModel, make_engine, run_all
 
 ROUTE = json.dumps(
-    {"type": "object", "properties": {"route": {"enum": ["bill", "bug", "other"]}}, "required": ["route"]}
+    {
+        "type": "object",
+        "properties": {"route": {"enum": ["bill", "bug", "other"]}},
+        "required": ["route"],
+        "additionalProperties": False,
+    }
 )
 REASON = json.dumps(
     {
         "type": "object",
         "properties": {"why": {"type": "string", "minLength": 1, "maxLength": 4}, "urgent": {"type": "boolean"}},
         "required": ["why", "urgent"],
+        "additionalProperties": False,
     }
 )
 CONSTRAINTS = [
@@ -123,10 +129,10 @@ def start(grammars: Grammars, constraint: Constraint) -> Any:
 
 def test_forced_tokens_are_the_canonical_ones_up_to_an_open_merge(text: Any, grammars: Grammars) -> None:
     matcher = start(grammars, CONSTRAINTS[0])
-    forced = ForcedText(text).advance(matcher, [], 100)
+    forced = ForcedText(text).advance(matcher, "g", [], 0, 100)
     whole = text.encode_after((), '{"route": "other"}')
     assert 0 < len(forced) < len(whole)
-    assert list(whole[: len(forced)]) == forced
+    assert whole[: len(forced)] == forced
     rest = text.decode(whole[len(forced) :])
     assert all(matcher.accept(token) for token in whole[len(forced) :]), f"cannot go on with {rest!r}"
 
@@ -140,7 +146,7 @@ def test_every_label_stays_reachable_with_its_canonical_tokens(
         matcher, tokens = start(grammars, constraint), list(text.encode_after((), label))
         output: list[int] = []
         while not matcher.is_at_end():
-            output += ForcedText(text).advance(matcher, output, 100)
+            output += ForcedText(text).advance(matcher, "g", output, 0, 100)
             if text.decode(output) == label and not matcher.forced_text():
                 break  # another label goes on from here
             assert tokens[: len(output)] == output

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -109,6 +110,19 @@ def test_a_mixed_batch_has_the_oracles_logits(pair: tuple[Decoder, Any]) -> None
     torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2_lite", "deepseek_v3"])
+def test_a_checkpoint_that_transformers_saved_is_read(tmp_path: Path, family: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    directory = write_tiny_model(tmp_path / "ours", family)
+    oracle = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    oracle.save_pretrained(tmp_path / "theirs")
+    model, ids = load_tiny(tmp_path / "theirs"), random_ids(20, seed=8)
+    batch = step_batch([ids], [0], block_tables([20]), logits_rows=range(20))
+    got = model.logits(model.forward(batch, model.alloc_cache(8, BLOCK_SIZE)))
+    torch.testing.assert_close(got, expected_logits(oracle, ids), atol=TOLERANCE, rtol=0)
+
+
 def test_hidden_states_come_for_logit_rows_only(tmp_path: Path) -> None:
     model = load_tiny(write_tiny_model(tmp_path))
     cache = model.alloc_cache(8, BLOCK_SIZE)
@@ -160,3 +174,14 @@ def test_half_precision_stays_close_to_fp32(tmp_path: Path, family: str, dtype: 
     )
     assert got.dtype == torch.float32
     assert (got - wanted).abs().mean() < 0.1 * wanted.abs().mean()
+
+
+def test_a_cache_on_a_cpu_takes_memory_only_where_it_is_written(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, "llama")
+    model, process = load_tiny(tmp_path, "bfloat16"), psutil.Process()
+    num_blocks = 2**30 // model.cache_bytes_per_block(BLOCK_SIZE)
+    before = process.memory_info().rss
+    cache = model.alloc_cache(num_blocks, BLOCK_SIZE)
+    assert process.memory_info().rss - before < 2**26
+    assert sum(layer.nbytes for layer in cache) > 2**29
+    assert all(layer.dtype is torch.bfloat16 and not layer[..., -1].any() for layer in cache)

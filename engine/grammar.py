@@ -6,16 +6,14 @@ that use it and for nobody else. Knows no scheduling; whether a finished documen
 
 from __future__ import annotations
 
-import itertools
 import re
 import threading
 import time
-from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -23,13 +21,14 @@ import xgrammar
 from torch import Tensor
 from torch.nn import functional
 
+from engine.guidance import GuidanceCompiler, GuidanceGrammar, GuidanceMasks, GuidanceMatcher
 from engine.types import Matcher
-from schemas.constraints import grammar_source
+from engine.vocabulary import Vocabulary, Words, pack_bits
+from schemas.constraints import GrammarEngine, grammar_engine, grammar_source
 from schemas.errors import ConstraintError
 from schemas.records import Constraint, ConstraintKind
 
-Words = np.ndarray[Any, np.dtype[np.int32]]
-"""One bit a token, as in a mask."""
+CompiledGrammar: TypeAlias = xgrammar.CompiledGrammar | GuidanceGrammar
 
 MAX_SOURCE_CHARS = 2**20
 MAX_RUNAWAYS = 8
@@ -56,21 +55,22 @@ class Grammars:
         self._timeout_s = timeout_s
         self._num_compilers = max(1, num_threads // 2)
         self._batch = xgrammar.BatchGrammarMatcher(max_threads=max(1, num_threads))
+        self._guidance = GuidanceMasks(max(1, num_threads))
         self._compilers: Compilers | None = None
         self._constraints: dict[str, Constraint] = {}
         self._num_known_chars = 0
         self._num_compiled_bytes = 0
-        self._compiled: OrderedDict[str, xgrammar.CompiledGrammar] = OrderedDict()
+        self._compiled: OrderedDict[str, CompiledGrammar] = OrderedDict()
         self._errors: dict[str, str] = {}
         self._queue: deque[str] = deque()
         self._underway: dict[str, float] = {}  # key -> when its compile started, monotonic seconds
         self._num_runaways = 0
-        self._results: SimpleQueue[tuple[str, xgrammar.CompiledGrammar | Exception]] = SimpleQueue()
+        self._results: SimpleQueue[tuple[str, CompiledGrammar | Exception]] = SimpleQueue()
         self._has_result = threading.Event()
         self._num_mask_words = -(-vocab_size // 32)
         self._num_words = -(-self._num_tokens // 32)
-        self._not_end = ~_pack_bits(sorted(end_token_ids), self._num_words)
-        self._last_word = int(_pack_bits(range(self._num_tokens), self._num_words)[-1])
+        self._not_end = ~pack_bits(sorted(end_token_ids), self._num_words)
+        self._last_word = int(pack_bits(range(self._num_tokens), self._num_words)[-1])
 
     def add(self, constraint: Constraint) -> None:
         """Make a constraint known; it is compiled when a request first needs it."""
@@ -90,7 +90,7 @@ class Grammars:
         self._errors = {key: error for key, error in self._errors.items() if key in kept}
         self._num_known_chars = sum(map(_weight, self._constraints.values()))
 
-    def matcher(self, key: str) -> GrammarMatcher | None:
+    def matcher(self, key: str) -> Matcher | None:
         """A matcher at the grammar's start, or None while it is being compiled: ``poll`` names it when it is not.
 
         Raises ConstraintError with the cause if the constraint is unknown, cannot be compiled, or took too long.
@@ -99,6 +99,8 @@ class Grammars:
             raise ConstraintError(error)
         if (compiled := self._compiled.get(key)) is not None:
             self._compiled.move_to_end(key)
+            if isinstance(compiled, GuidanceGrammar):
+                return compiled.start()
             assert self._compilers is not None, "a compiled grammar has a compiler"
             vocabulary = self._compilers.vocabulary_of(self._constraints[key])
             return GrammarMatcher(xgrammar.GrammarMatcher(compiled), vocabulary, self._not_end)
@@ -133,14 +135,16 @@ class Grammars:
         if not rows:
             return None
         filled = torch.empty((len(rows), self._num_words), dtype=torch.int32)
-        handles = [matcher.native for matcher in matchers if isinstance(matcher, GrammarMatcher)]
-        self._batch.batch_fill_next_token_bitmask(handles, filled)
+        constrained = [matcher for matcher in matchers if matcher is not None]
+        native = {row: m.native for row, m in enumerate(constrained) if isinstance(m, GrammarMatcher)}
+        self._batch.batch_fill_next_token_bitmask(list(native.values()), filled, list(native))
+        self._guidance.fill({row: m for row, m in enumerate(constrained) if isinstance(m, GuidanceMatcher)}, filled)
         filled[:, -1] &= self._last_word
         bitmask = torch.full((len(matchers), self._num_mask_words), -1, dtype=torch.int32)
         bitmask[rows] = functional.pad(filled, (0, self._num_mask_words - self._num_words))
         return bitmask
 
-    def _settle(self, key: str, result: xgrammar.CompiledGrammar | Exception) -> None:
+    def _settle(self, key: str, result: CompiledGrammar | Exception) -> None:
         if isinstance(result, Exception):
             kind = self._constraints[key].kind
             self._errors[key] = f"the {kind} constraint cannot be compiled: {_first_line(result)}"
@@ -178,7 +182,7 @@ class Grammars:
 
     def _compile(self, constraint: Constraint) -> None:
         """Thread: compile one constraint and hand over the result, whatever it is."""
-        result: xgrammar.CompiledGrammar | Exception
+        result: CompiledGrammar | Exception
         try:
             result = compile_constraint(self._get_compilers(), constraint)
         except Exception as error:  # noqa: BLE001 - the native compiler's errors have no common class; it is recorded
@@ -235,34 +239,13 @@ class GrammarMatcher:
         return bool(np.any(bitmask.numpy()[0] & words))
 
 
-class Vocabulary:
-    """The tokens of a compiler as bytes, sorted, to find those that begin with another one."""
-
-    def __init__(self, tokens: Seq[bytes], num_words: int) -> None:
-        self._tokens = tokens
-        self._num_words = num_words
-        self._sorted = sorted((token, token_id) for token_id, token in enumerate(tokens) if token)
-        self._longer: dict[int, Words | None] = {}
-
-    def longer_than(self, token_id: int) -> Words | None:
-        """The bits of the tokens that begin with ``token_id``'s bytes and go on; None if there are none."""
-        if token_id not in self._longer:
-            token = self._tokens[token_id]
-            first = bisect_left(self._sorted, (token, 0))
-            tail = itertools.takewhile(
-                lambda pair: pair[0].startswith(token), itertools.islice(self._sorted, first, None)
-            )
-            found = [other_id for other, other_id in tail if len(other) > len(token)]
-            self._longer[token_id] = _pack_bits(found, self._num_words) if found and token else None
-        return self._longer[token_id]
-
-
 @dataclass(frozen=True)
 class Compilers:
-    """One compiler for JSON, one for everything else, each with the tokens it knows."""
+    """Compilers for JSON, one of each engine, and one for everything else, with the tokens that they know."""
 
     plain: xgrammar.GrammarCompiler
     json: xgrammar.GrammarCompiler
+    guidance: GuidanceCompiler
     plain_vocabulary: Vocabulary
     json_vocabulary: Vocabulary
 
@@ -289,15 +272,20 @@ def make_compilers(tokenizer: Any, num_tokens: int, end_token_ids: frozenset[int
         info = xgrammar.TokenizerInfo(tokens, vocab_size=num_tokens, stop_token_ids=end_ids)
         return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
-    num_words = -(-num_tokens // 32)
-    return Compilers(make(vocab), make(printable), Vocabulary(vocab, num_words), Vocabulary(printable, num_words))
+    def encode(text: str) -> list[int]:
+        return list(tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids)
+
+    plain, for_json = Vocabulary(vocab), Vocabulary(printable)
+    return Compilers(make(vocab), make(printable), GuidanceCompiler(for_json, end_token_ids, encode), plain, for_json)
 
 
-def compile_constraint(compilers: Compilers, constraint: Constraint) -> xgrammar.CompiledGrammar:
+def compile_constraint(compilers: Compilers, constraint: Constraint) -> CompiledGrammar:
     """Compile any kind. Raises ConstraintError for what is refused before, or whatever the native compiler raises."""
     if len(constraint.source) > MAX_SOURCE_CHARS:
         raise ConstraintError(f"{len(constraint.source)} characters, limit {MAX_SOURCE_CHARS}")
     source = grammar_source(constraint)
+    if grammar_engine(constraint) is GrammarEngine.LLGUIDANCE:
+        return compilers.guidance.compile(source)
     if constraint.kind is ConstraintKind.JSON_SCHEMA:
         return compilers.json.compile_json_schema(source, any_whitespace=False, strict_mode=False)
     if constraint.kind is ConstraintKind.REGEX:
@@ -313,9 +301,3 @@ def _first_line(error: Exception) -> str:
     """The message without the native source position in front of it."""
     text = str(error).strip().split("\n")[0] or type(error).__name__
     return re.sub(r"^\[[\d:]+\] \S+\.(cc|h):\d+: ", "", text)
-
-
-def _pack_bits(token_ids: Seq[int], num_words: int) -> Words:
-    bits = np.zeros(num_words * 32, dtype=np.uint8)
-    bits[list(token_ids)] = 1
-    return np.packbits(bits, bitorder="little").view(np.int32)

@@ -3,10 +3,17 @@
 A nondeterministic automaton whose sets of states are made deterministic as texts need them. Knows no regex syntax.
 """
 
-from schemas.regex import Chars, Node, Ranges, RegexError, Repeat, Seq
+from schemas.regex import MAX_CODEPOINT, Chars, Node, Ranges, RegexError, Repeat, Seq
 
 MAX_STATES = 50_000
 MAX_CACHED_STEPS = 100_000
+MAX_PAIRS = 2_000
+
+
+def _representatives(ranges: list[tuple[int, int]]) -> list[str]:
+    """One character for each set of characters that the ranges tell apart."""
+    edges = {0, *(low for low, _ in ranges), *(high + 1 for _, high in ranges)}
+    return [chr(edge) for edge in edges if edge <= MAX_CODEPOINT]
 
 
 class Automaton:
@@ -30,6 +37,26 @@ class Automaton:
             if not states:
                 return position
         return None if self._end in states else len(text)
+
+    def overlaps(self, other: "Automaton") -> bool:
+        """Whether some text matches both. Raises RegexError where that takes too long to find out."""
+        start = (self._start, other._start)
+        queue, seen = [start], {start}
+        while queue:
+            mine, theirs = queue.pop()
+            if self._end in mine and other._end in theirs:
+                return True
+            for char in _representatives([*self._ranges(mine), *other._ranges(theirs)]):
+                pair = (self._step(mine, char), other._step(theirs, char))
+                if all(pair) and pair not in seen:
+                    seen.add(pair)
+                    queue.append(pair)
+            if len(seen) > MAX_PAIRS:
+                raise RegexError("two patterns are too complex to be told apart")
+        return False
+
+    def _ranges(self, states: frozenset[int]) -> list[tuple[int, int]]:
+        return [pair for state in states for ranges, _ in self._edges[state] for pair in ranges]
 
     def _step(self, states: frozenset[int], char: str) -> frozenset[int]:
         code = ord(char)

@@ -13,15 +13,17 @@ from schemas.ebnf import Recogniser, parse_ebnf
 from schemas.errors import ConstraintError
 from schemas.json_grammar import compile_schema
 from schemas.json_schema import JsonSchema, JsonValidator, describe, load_json, shorten
-from schemas.plan import Decision, KeywordDecision, PlanWriter
+from schemas.plan import Decision, GrammarEngine, KeywordDecision, PlanWriter
 from schemas.records import Constraint, ConstraintKind
 from schemas.regex import NOTHING, RegexError, complement, parse_regex, print_regex, restrict, whole
 
 __all__ = [
     "Decision",
+    "GrammarEngine",
     "KeywordDecision",
     "Validator",
     "enforcement_plan",
+    "grammar_engine",
     "grammar_source",
     "load_constraint",
     "make_validator",
@@ -45,8 +47,13 @@ def load_constraint(kind: ConstraintKind, source: str) -> Constraint:
     return constraint
 
 
+def grammar_engine(constraint: Constraint) -> GrammarEngine:
+    """Which engine ``grammar_source`` is written for. Raises as load_constraint does."""
+    return _compile(constraint)[2]
+
+
 def grammar_source(constraint: Constraint) -> str:
-    """What the grammar engine compiles: JSON Schema text (compact, not strict), a regex, or an EBNF grammar.
+    """What the grammar engine compiles: JSON Schema text, a regex, or an EBNF grammar.
 
     Choices become an EBNF grammar. Raises ConstraintError as load_constraint does.
     """
@@ -70,19 +77,20 @@ def make_validator(constraint: Constraint) -> Validator:
 
 
 @lru_cache(maxsize=64)
-def _compile(constraint: Constraint) -> tuple[str, tuple[KeywordDecision, ...]]:
+def _compile(constraint: Constraint) -> tuple[str, tuple[KeywordDecision, ...], GrammarEngine]:
     if constraint.kind == ConstraintKind.JSON_SCHEMA:
-        text, plan = compile_schema(JsonSchema(constraint.source))
-        return text, plan.rows()
+        compiled = compile_schema(JsonSchema(constraint.source))
+        return compiled.source, compiled.plan.rows(), compiled.engine
+    engine = GrammarEngine.XGRAMMAR
     plan = PlanWriter()
-    plan.note("", constraint.kind.value, Decision.ENFORCED, "kept by the grammar")
+    plan.note("", constraint.kind.value, Decision.ENFORCED, f"kept by {engine}")
     if constraint.kind == ConstraintKind.REGEX:
-        return _compile_regex(constraint.source)[0], plan.rows()
+        return _compile_regex(constraint.source)[0], plan.rows(), engine
     if constraint.kind == ConstraintKind.EBNF:
         parse_ebnf(constraint.source)
-        return constraint.source, plan.rows()
+        return constraint.source, plan.rows(), engine
     choices = " | ".join(_ebnf_literal(choice) for choice in _parse_choices(constraint.source))
-    return f"root ::= {choices}\n", plan.rows()
+    return f"root ::= {choices}\n", plan.rows(), engine
 
 
 def _compile_regex(source: str) -> tuple[str, Automaton]:

@@ -1,6 +1,6 @@
-"""Normal-form nodes of strings, numbers and enums for ``json_grammar``: what of their keywords the engine keeps.
+"""Normal-form nodes of strings, numbers and enums for ``json_grammar``: what of their keywords an engine keeps.
 
-Each rule is a measurement of xgrammar 0.2.9, repeated by the tests. Knows no objects and no arrays.
+Each rule is a measurement of xgrammar 0.2.9 or llguidance 1.9.1, repeated by the tests. Knows no objects and no arrays.
 """
 
 import math
@@ -9,16 +9,20 @@ from dataclasses import replace
 from decimal import Decimal
 from typing import Any, Protocol
 
+from schemas.json_formats import FORMAT_PATTERNS
 from schemas.json_schema import APPLICATORS, ASSERTIONS, JsonSchema, Sub
+from schemas.plan import GrammarEngine
 from schemas.regex import (
     NOTHING,
     Chars,
     Node,
+    Ranges,
     RegexError,
     Repeat,
     Seq,
     complement,
     lengths,
+    literal,
     parse_regex,
     print_regex,
     restrict,
@@ -34,7 +38,9 @@ JSON_TYPES = {
 """What a type name stands for; numbers are cut in two so that types can be intersected."""
 
 PLAIN = complement(((0x00, 0x1F), (0x22, 0x22), (0x5C, 0x5C)))
-"""Characters that a JSON string holds unescaped: patterns are generated from these only."""
+"""Characters that a JSON string holds unescaped: xgrammar generates patterns from these only."""
+ESCAPABLE = complement(((0x00, 0x07), (0x0B, 0x0B), (0x0E, 0x1F), (0x7F, 0x7F)))
+"""What llguidance writes: characters without escape and those with a short one."""
 MAX_INT = 2**63 - 1
 MAX_EXACT_INT = 2**53
 MAX_MODULUS = 1024  # the engine unrolls a modulus into as many states
@@ -42,30 +48,16 @@ MAX_MULTIPLES = 1_000
 MAX_LENGTH = 100_000
 MAX_DECIMALS = 6  # the engine's ranges of numbers know no more
 MIN_WIDTH = Decimal("0.00001")
-
-_DATE = (
-    r"([0-9]{3}[1-9]|[0-9]{2}[1-9][0-9]|[0-9][1-9][0-9]{2}|[1-9][0-9]{3})-"
-    r"((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
-)
-_TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,6})?(Z|[+\-]([01][0-9]|2[0-3]):[0-5][0-9])"
-_BYTE = r"(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
-FORMAT_PATTERNS = {
-    "date": f"^{_DATE}$",
-    "time": f"^{_TIME}$",
-    "date-time": f"^{_DATE}T{_TIME}$",
-    "email": r"^[A-Za-z0-9._%+\-]{1,64}@[A-Za-z0-9]+([.\-][A-Za-z0-9]+)*\.[A-Za-z]{2,}$",
-    "uuid": r"^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}$",
-    "ipv4": rf"^{_BYTE}\.{_BYTE}\.{_BYTE}\.{_BYTE}$",
-}
-"""Patterns that match only what the format's check accepts (29 February and some exotic spellings are left out)."""
-ENGINE_FORMATS = ("uri", "ipv6", "duration")
-"""Formats that the engine narrows by itself, not exactly, and never with characters that break the JSON."""
+MIN_MODULUS = Decimal("0.00000001")
 
 
 class Notes(Protocol):
     """Where decisions go: the compiler."""
 
     document: JsonSchema
+    engine: GrammarEngine
+
+    def narrowed(self) -> None: ...
 
     def kept(self, subs: Sequence[Sub], *keywords: str) -> None: ...
 
@@ -85,12 +77,13 @@ def types_of(flat: Sequence[Sub]) -> frozenset[str]:
 class EnumValues:
     """Picks the values of an enum that a whole conjunction accepts; keeps the validators it needed."""
 
-    def __init__(self, document: JsonSchema) -> None:
+    def __init__(self, document: JsonSchema, engine: GrammarEngine) -> None:
         self._document = document
+        self._is_printable = _is_printable if engine is GrammarEngine.XGRAMMAR else _is_plain
         self._validators: dict[int, Any] = {}
 
-    def fitting(self, flat: Sequence[Sub]) -> tuple[list[Any], bool]:
-        """The values that fit and that the engine can write exactly, and whether it cannot write some."""
+    def fitting(self, flat: Sequence[Sub]) -> tuple[list[Any], list[Any]]:
+        """The values that fit: those that the engine can write exactly, and those that it cannot."""
         has_const = "const" in self._document.draft.VALIDATORS
         for sub in flat:
             if has_const and sub.has("const"):
@@ -103,8 +96,8 @@ class EnumValues:
         if rest.keys() & (ASSERTIONS | APPLICATORS):
             others.append(self._document.validator_at(replace(source, schema=rest)))
         fitting = [value for value in values if all(validator.is_valid(value) for validator in others)]
-        printable = [value for value in fitting if _is_printable(value)]
-        return printable, len(printable) < len(fitting)
+        printable = [value for value in fitting if self._is_printable(value)]
+        return printable, [value for value in fitting if not self._is_printable(value)]
 
     def _validator(self, sub: Sub) -> Any:
         if id(sub.schema) not in self._validators:
@@ -122,16 +115,31 @@ def _is_printable(value: Any) -> bool:
     return not isinstance(value, int) or abs(value) <= MAX_EXACT_INT
 
 
+def _is_plain(value: Any) -> bool:
+    """Whether llguidance writes the value as json.dumps does."""
+    if isinstance(value, dict):
+        return all(_is_plain(item) for pair in value.items() for item in pair)
+    if isinstance(value, list):
+        return all(_is_plain(item) for item in value)
+    if isinstance(value, str):
+        return restrict(literal(value), ESCAPABLE) != NOTHING
+    if isinstance(value, float):
+        return "e" not in repr(value) and _is_printable(value)
+    return _is_printable(value)
+
+
 # --- strings ----------------------------------------------------------------------------------------------------
 
 
 def string_node(flat: Sequence[Sub], notes: Notes) -> dict[str, Any] | None:
-    """A string: one pattern, or one format, or lengths; the engine keeps no two of them together."""
+    """A string; xgrammar keeps one pattern, or one format, or lengths, and no two of them together."""
     low = max([0, *(int(sub.schema["minLength"]) for sub in flat if sub.has("minLength"))])
     highs = [int(sub.schema["maxLength"]) for sub in flat if sub.has("maxLength")]
     high = min(highs) if highs else None
     if high is not None and high < low:
         return None
+    if notes.engine is GrammarEngine.LLGUIDANCE:
+        return _joined_string(flat, low, high, notes)
     kept_sub, kept_keyword, tree = _pick_pattern(flat, notes)
     for sub in flat:
         for keyword in ("pattern", "format"):
@@ -140,10 +148,37 @@ def string_node(flat: Sequence[Sub], notes: Notes) -> dict[str, Any] | None:
     if tree is not None and kept_sub is not None and kept_keyword is not None:
         notes.kept((kept_sub,), kept_keyword)
         return _pattern_node(tree, low, high, flat, notes)
-    engine_format = next((f for sub in flat if (f := sub.get("format")) in ENGINE_FORMATS), None)
-    if engine_format and not low and high is None:
-        return {"type": "string", "format": engine_format}
+    return _with_lengths({"type": "string"}, low, high, flat, notes)
+
+
+def _joined_string(flat: Sequence[Sub], low: int, high: int | None, notes: Notes) -> dict[str, Any] | None:
+    """Every pattern, every format that is one, and the lengths, together."""
+    patterns: list[str] = []
+    for sub in flat:
+        for keyword in ("pattern", "format"):
+            pattern = _pattern_of(sub, keyword, notes)
+            if pattern is None:
+                continue
+            tree = pattern_language(pattern, ESCAPABLE)
+            if isinstance(tree, str):
+                notes.checked((sub,), keyword, tree)
+                continue
+            shortest, longest = lengths(tree)
+            if (high is not None and shortest > high) or (longest is not None and longest < low):
+                return None
+            notes.kept((sub,), keyword)
+            patterns.append(f"^({print_regex(tree)})$")
     node: dict[str, Any] = {"type": "string"}
+    if len(patterns) == 1:
+        node["pattern"] = patterns[0]
+    elif patterns:
+        node["allOf"] = [{"pattern": pattern} for pattern in dict.fromkeys(patterns)]
+    return _with_lengths(node, low, high, flat, notes)
+
+
+def _with_lengths(
+    node: dict[str, Any], low: int, high: int | None, flat: Sequence[Sub], notes: Notes
+) -> dict[str, Any]:
     if low:
         node["minLength"] = low
     if high is not None and high > MAX_LENGTH:
@@ -160,26 +195,36 @@ def _pick_pattern(flat: Sequence[Sub], notes: Notes) -> tuple[Sub | None, str | 
         for sub in flat:
             if not sub.has(keyword):
                 continue
-            pattern = sub.schema[keyword] if keyword == "pattern" else _format_pattern(sub, notes)
+            pattern = _pattern_of(sub, keyword, notes)
             if pattern is None:
                 continue
             tree = pattern_language(pattern)
             if isinstance(tree, str):
                 notes.checked((sub,), keyword, tree)
             else:
+                if tree != pattern_language(pattern, ESCAPABLE):
+                    notes.narrowed()
                 return sub, keyword, tree
     return None, None, None
 
 
-def _format_pattern(sub: Sub, notes: Notes) -> str | None:
-    name = sub.schema["format"]
-    return FORMAT_PATTERNS.get(name) if name in notes.document.draft.FORMAT_CHECKER.checkers else None
+def _pattern_of(sub: Sub, keyword: str, notes: Notes) -> str | None:
+    """The pattern behind a ``pattern`` or ``format``; None if there is none, which is noted where it matters."""
+    if not sub.has(keyword) or not isinstance(value := sub.schema[keyword], str):
+        return None
+    if keyword == "pattern":
+        return value
+    if value not in notes.document.draft.FORMAT_CHECKER.checkers:
+        return None  # an annotation: nothing checks it
+    if value not in FORMAT_PATTERNS:
+        notes.checked((sub,), keyword, "no pattern says what it allows")
+    return FORMAT_PATTERNS.get(value)
 
 
-def pattern_language(pattern: str) -> Node | str:
-    """The tree of what the pattern matches within plain characters, or why it cannot be kept."""
+def pattern_language(pattern: str, allowed: Ranges = PLAIN) -> Node | str:
+    """The tree of what the pattern matches within the allowed characters, or why it cannot be kept."""
     try:
-        tree = restrict(whole(parse_regex(pattern, ascii_only=False), search=True), PLAIN)
+        tree = restrict(whole(parse_regex(pattern, ascii_only=False), search=True), allowed)
     except RegexError as error:
         return str(error)
     return "it needs characters that JSON escapes" if tree == NOTHING else tree
@@ -188,8 +233,7 @@ def pattern_language(pattern: str) -> Node | str:
 def _note_other(sub: Sub, keyword: str, notes: Notes) -> None:
     if keyword == "format" and sub.schema["format"] not in notes.document.draft.FORMAT_CHECKER.checkers:
         return  # an annotation: nothing checks it
-    reason = "the grammar keeps one pattern a string" if keyword == "pattern" else "not expressible in the grammar"
-    notes.checked((sub,), keyword, reason)
+    notes.checked((sub,), keyword, "the grammar keeps one pattern a string")
 
 
 def _pattern_node(tree: Node, low: int, high: int | None, flat: Sequence[Sub], notes: Notes) -> dict[str, Any] | None:
@@ -238,6 +282,9 @@ def number_node(flat: Sequence[Sub], notes: Notes, *, is_integer: bool) -> dict[
         return None
     moduli = [sub for sub in flat if sub.has("multipleOf")]
     whole_moduli = [sub for sub in moduli if float(sub.schema["multipleOf"]).is_integer()]
+    fraction = Decimal(repr(moduli[0].schema["multipleOf"])) if len(moduli) == 1 and not whole_moduli else None
+    if fraction is not None and fraction >= MIN_MODULUS and notes.engine is GrammarEngine.LLGUIDANCE and not is_integer:
+        return _fraction_node((low, low_open), (high, high_open), fraction, flat, notes)
     notes.checked(
         [sub for sub in moduli if sub not in whole_moduli], "multipleOf", "the grammar counts whole numbers only"
     )
@@ -246,7 +293,7 @@ def number_node(flat: Sequence[Sub], notes: Notes, *, is_integer: bool) -> dict[
         lowest = None if low is None else math.floor(low) + 1 if low_open else math.ceil(low)
         highest = None if high is None else math.ceil(high) - 1 if high_open else math.floor(high)
         return _integer_node((lowest, highest), modulus, flat, notes)
-    return _fraction_node((low, low_open), (high, high_open), flat, notes)
+    return _fraction_node((low, low_open), (high, high_open), None, flat, notes)
 
 
 def _bound(flat: Sequence[Sub], keyword: str, open_keyword: str, sign: int) -> tuple[Decimal | None, bool]:
@@ -270,19 +317,22 @@ def _integer_node(
     low, high = bounds
     if low is not None and high is not None and low > high:
         return None
-    if (low or 0) > MAX_INT or (high or 0) < -MAX_INT:
+    is_exact = notes.engine is GrammarEngine.LLGUIDANCE
+    limit = MAX_EXACT_INT if is_exact else MAX_INT
+    if (low or 0) > limit or (high or 0) < -limit:
         for keyword in (*BOUNDS, "multipleOf"):
-            notes.checked(flat, keyword, "beyond the grammar's 64-bit integers")
+            notes.checked(flat, keyword, "beyond the grammar's integers")
         return {"type": "integer"}
-    low = None if low is None else max(low, -MAX_INT)
-    high = None if high is None else min(high, MAX_INT)
+    low = None if low is None else max(low, -limit)
+    high = None if high is None else min(high, limit)
     if modulus > 1 and low is not None and high is not None:
         multiples = range(-(-low // modulus) * modulus, high + 1, modulus)
         if len(multiples) <= MAX_MULTIPLES and max(abs(low), abs(high)) <= MAX_EXACT_INT:
             notes.kept(flat, *BOUNDS, "multipleOf")
             return {"enum": list(multiples)} if multiples else None
     node: dict[str, Any] = {"type": "integer"}
-    if modulus > 1 and (modulus > MAX_MODULUS or low is not None or high is not None):
+    is_too_much = modulus > 2**20 if is_exact else modulus > MAX_MODULUS or low is not None or high is not None
+    if modulus > 1 and is_too_much:
         notes.checked(flat, "multipleOf", "the grammar cannot combine it with these bounds, or it is too large")
     elif modulus > 1:
         node["multipleOf"] = modulus
@@ -295,27 +345,37 @@ def _integer_node(
 
 
 def _fraction_node(
-    lower: tuple[Decimal | None, bool], upper: tuple[Decimal | None, bool], flat: Sequence[Sub], notes: Notes
+    lower: tuple[Decimal | None, bool],
+    upper: tuple[Decimal | None, bool],
+    modulus: Decimal | None,
+    flat: Sequence[Sub],
+    notes: Notes,
 ) -> dict[str, Any]:
     (low, low_open), (high, high_open) = lower, upper
     node: dict[str, Any] = {"type": "number"}
-    is_narrow = low is not None and high is not None and high - low < MIN_WIDTH
-    if is_narrow or not _is_simple(low) or not _is_simple(high):
+    if modulus is not None:
+        node["multipleOf"] = float(modulus)
+        notes.kept(flat, "multipleOf")
+    max_decimals, min_width = (MAX_DECIMALS, MIN_WIDTH) if notes.engine is GrammarEngine.XGRAMMAR else (12, 0)
+    is_too_narrow = low is not None and high is not None and high - low < min_width
+    if is_too_narrow or not _is_simple(low, max_decimals) or not _is_simple(high, max_decimals):
         for keyword in BOUNDS:
-            notes.checked(flat, keyword, f"the grammar's bounds have at most {MAX_DECIMALS} decimals and 15 digits")
+            notes.checked(flat, keyword, f"the grammar's bounds have at most {max_decimals} decimals and 15 digits")
         return node
     if low is not None:
         node["exclusiveMinimum" if low_open else "minimum"] = _as_number(low)
     if high is not None:
         node["exclusiveMaximum" if high_open else "maximum"] = _as_number(high)
+    if len(node) > 1:
+        notes.narrowed()  # xgrammar writes MAX_DECIMALS at most
     notes.kept(flat, *BOUNDS)
     return node
 
 
-def _is_simple(bound: Decimal | None) -> bool:
+def _is_simple(bound: Decimal | None, max_decimals: int) -> bool:
     if bound is None:
         return True
-    return abs(bound) < 10**9 and bound == round(bound, MAX_DECIMALS)
+    return abs(bound) < 10**9 and bound == round(bound, max_decimals)
 
 
 def _as_number(bound: Decimal) -> int | float:

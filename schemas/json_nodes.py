@@ -1,7 +1,8 @@
 """The normal form that the grammar engine is handed: its few shapes, joined, cut and finished.
 
 A node is ``{}`` (anything), a leaf, ``anyOf``, an object with all its keywords spelled out, an array, or a ``$ref`` to
-a named node. None in a node's place: no document fits. Knows nothing of the schemas it came from.
+a named node. None in a node's place: no document fits; False in the place of a key's value: no such key. Knows nothing
+of the schemas it came from.
 """
 
 from collections.abc import Mapping
@@ -11,16 +12,19 @@ Node = dict[str, Any]
 PREFIX = "#/$defs/"
 
 
-def finish(root: Node, defs: Mapping[str, Node | None]) -> Node | None:
-    """Cut what no finite document can reach and attach the named nodes that are still used; None if nothing is left."""
+def finish(root: Node, defs: Mapping[str, Node | None], *, can_forbid: bool) -> Node | None:
+    """Cut what no finite document can reach and attach the named nodes that are still used; None if nothing is left.
+
+    ``can_forbid``: the engine knows False in a property's place, for a key that an open object must not have.
+    """
     finite: set[str] = set()
     while True:
         left = {name: node for name, node in defs.items() if name not in finite and node is not None}
-        more = {name for name, node in left.items() if _prune(node, finite) is not None}
+        more = {name for name, node in left.items() if _prune(node, finite, can_forbid) is not None}
         if not more:
             break
         finite |= more
-    result = _prune(root, finite)
+    result = _prune(root, finite, can_forbid)
     if result is None:
         return None
     used: dict[str, Node | None] = {}
@@ -28,45 +32,56 @@ def finish(root: Node, defs: Mapping[str, Node | None]) -> Node | None:
     while queue:
         name = queue.pop()
         if name not in used:
-            used[name] = _prune(defs[name] or {}, finite)
+            used[name] = _prune(defs[name] or {}, finite, can_forbid)
             queue += _references(used[name])
     return {**result, "$defs": used} if used else result
 
 
-def _prune(node: Node, finite: set[str]) -> Node | None:
+def _prune(node: Node, finite: set[str], can_forbid: bool) -> Node | None:
     """Rebuild a node without the parts that lead to unfinished names; None if nothing is left."""
     if "$ref" in node:
         return node if node["$ref"].removeprefix("#/$defs/") in finite else None
     if "anyOf" in node:
-        return any_of([kept for option in node["anyOf"] if (kept := _prune(option, finite)) is not None])
+        return any_of([kept for option in node["anyOf"] if (kept := _prune(option, finite, can_forbid)) is not None])
     if node.get("type") == "object":
-        return _prune_object(node, finite)
+        return _prune_object(node, finite, can_forbid)
     if node.get("type") == "array":
         prefix: list[Node] = []
         for item in node.get("prefixItems", ()):
-            kept = _prune(item, finite)
+            kept = _prune(item, finite, can_forbid)
             if kept is None:
                 return array_of(prefix, None, node.get("minItems", 0), len(prefix))
             prefix.append(kept)
-        rest = None if node["items"] is False else _prune(node["items"], finite)
+        rest = None if node["items"] is False else _prune(node["items"], finite, can_forbid)
         return array_of(
             prefix, rest, node.get("minItems", 0), node.get("maxItems") if rest is not None else len(prefix)
         )
     return node
 
 
-def _prune_object(node: Node, finite: set[str]) -> Node | None:
-    properties = {name: kept for name, p in node["properties"].items() if (kept := _prune(p, finite)) is not None}
+def _prune_object(node: Node, finite: set[str], can_forbid: bool) -> Node | None:
+    pruned, by_pattern = (
+        {key: value and _prune(value, finite, can_forbid) for key, value in node.get(keyword, {}).items()}
+        for keyword in ("properties", "patternProperties")
+    )
+    properties, named = (
+        {key: value for key, value in values.items() if isinstance(value, dict)} for values in (pruned, by_pattern)
+    )
     if any(name not in properties for name in node.get("required", ())):
         return None
-    named = {regex: kept for regex, p in node.get("patternProperties", {}).items() if (kept := _prune(p, finite))}
     others = node["additionalProperties"]
     if isinstance(others, dict):
-        others = _prune(others, finite) or False
+        others = False if (kept := _prune(others, finite, can_forbid)) is None else kept
     if others is False and not named and node.get("minProperties", 0) > len(properties):
         return None
     result = {**node, "properties": properties, "additionalProperties": others}
-    return {**result, "patternProperties": named} if "patternProperties" in node else result
+    if "patternProperties" in node:
+        result["patternProperties"] = named
+    if can_forbid and (others is not False or named):
+        for keyword, values in (("properties", pruned), ("patternProperties", by_pattern)):
+            if values:
+                result[keyword] = {key: result[keyword].get(key, False) for key in values}
+    return result
 
 
 def array_of(prefix: list[Node], rest: Node | None, low: int, high: int | None) -> Node | None:

@@ -6,7 +6,8 @@ Knows the drafts and the limits, not what the grammar engine can keep (``json_gr
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from decimal import Decimal, localcontext
 from typing import Any
 from urllib.parse import quote
 
@@ -17,9 +18,9 @@ from jsonschema import (
     Draft7Validator,
     Draft202012Validator,
 )
-from jsonschema.exceptions import SchemaError, best_match
+from jsonschema.exceptions import SchemaError, ValidationError, best_match
 from jsonschema.protocols import Validator as SchemaValidator
-from jsonschema.validators import validator_for
+from jsonschema.validators import extend, validator_for
 from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
 from referencing import Registry
 from referencing.exceptions import Unresolvable
@@ -29,6 +30,7 @@ from schemas.errors import ConstraintError
 
 MAX_SOURCE_BYTES = 2**20
 MAX_DEPTH = 100
+DECIMAL_DIGITS = 700  # a quotient of any two 64-bit floats
 MAX_MIN_ITEMS = 10_000
 """Largest minLength, minItems or minProperties: more than a model's context could hold."""
 
@@ -60,12 +62,24 @@ MINIMA = ("minLength", "minItems", "minProperties", "minContains")
 
 @dataclass(frozen=True)
 class Sub:
-    """A subschema, where it stands, what its references resolve against, and keywords already taken care of."""
+    """A subschema, where it stands, what its references resolve against, and keywords already taken care of.
+
+    One that we derived from the user's keyword has that keyword's place in ``origin``.
+    """
 
     schema: Any
     path: str  # JSON pointer from the root; "" is the root
     resolver: Any
     done: frozenset[str] = frozenset()
+    origin: tuple[str, str] | None = None  # path of its schema, keyword
+
+    def without(self, *keywords: str) -> "Sub":
+        """The same subschema with these keywords taken care of."""
+        return replace(self, done=self.done | set(keywords))
+
+    def derive(self, keyword: str, schema: Any) -> "Sub":
+        """A subschema in the place of ``keyword``, made by us: what becomes of it becomes of the keyword."""
+        return Sub(schema, self.path, self.resolver, origin=self.origin or (self.path, keyword))
 
     def get(self, keyword: str) -> Any:
         """The keyword's value, None if absent or already taken care of."""
@@ -83,7 +97,8 @@ class Sub:
         resolver = self.resolver
         if isinstance(schema, dict) and isinstance(schema.get("$id"), str):
             resolver = resolver.in_subresource(DRAFT202012.create_resource(schema))
-        return Sub(schema, self.path + "".join("/" + escape_pointer(str(part)) for part in parts), resolver)
+        path = self.path + "".join("/" + escape_pointer(str(part)) for part in parts)
+        return Sub(schema, path, resolver, origin=self.origin)
 
     def required(self) -> list[str]:
         """Required keys (draft 3 has a boolean inside the property instead)."""
@@ -111,7 +126,7 @@ class Sub:
             fix = "correct it" if ref.startswith("#") else "copy the schema it names into $defs"
             raise ConstraintError(f"schema at {self.path or '/'}: $ref {ref!r} {what}: {fix}") from error
         path = ref[1:] if ref == "#" or ref.startswith("#/") else f"<{ref}>"
-        return Sub(found.contents, path, found.resolver)
+        return Sub(found.contents, path, found.resolver, origin=self.origin)
 
 
 class JsonSchema:
@@ -132,7 +147,7 @@ class JsonSchema:
         _check_references(self)
 
     def _make_validator(self) -> SchemaValidator:
-        make: Callable[..., SchemaValidator] = self.draft
+        make: Callable[..., SchemaValidator] = extend(self.draft, {"multipleOf": _multiple_of})  # type: ignore[no-untyped-call]
         return make(self.schema, registry=self.registry, format_checker=self.draft.FORMAT_CHECKER)
 
     def validator_at(self, sub: Sub) -> SchemaValidator:
@@ -140,6 +155,19 @@ class JsonSchema:
         if sub.path.startswith("<") or sub.resolver is not self.root.resolver:
             return self.validator.evolve(schema=sub.schema, _resolver=sub.resolver)
         return self.validator.evolve(schema=sub.schema)
+
+
+def _multiple_of(validator: Any, factor: Any, value: Any, schema: Any) -> Iterator[ValidationError]:
+    """``multipleOf`` by decimal digits: in binary 0.3 would be no multiple of 0.1."""
+    if not validator.is_type(value, "number"):
+        return
+    if isinstance(value, int) and isinstance(factor, int):
+        remainder: Any = value % factor
+    else:
+        with localcontext(prec=DECIMAL_DIGITS):
+            remainder = Decimal(repr(value)) % Decimal(repr(factor))
+    if remainder:
+        yield ValidationError(f"{value!r} is not a multiple of {factor}")
 
 
 def _parse_source(source: str) -> Any:

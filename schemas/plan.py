@@ -13,6 +13,13 @@ class Decision(StrEnum):
     REFUSED = "refused"  # cannot work at all: load_constraint raises
 
 
+class GrammarEngine(StrEnum):
+    """Who keeps a constraint while decoding."""
+
+    XGRAMMAR = "xgrammar"
+    LLGUIDANCE = "llguidance"
+
+
 class KeywordDecision(Record, frozen=True):
     """One row of the plan."""
 
@@ -42,6 +49,7 @@ class PlanWriter:
         """All decisions, in the order in which keywords were met."""
         return tuple(self._rows.values())
 
-    def is_enforced(self) -> bool:
-        """Whether nothing is left to be checked."""
-        return all(row.decision == Decision.ENFORCED for row in self._rows.values())
+    @property
+    def num_checked(self) -> int:
+        """Keywords that are not enforced."""
+        return sum(row.decision is not Decision.ENFORCED for row in self._rows.values())

@@ -73,7 +73,7 @@ def union(*sets: Iterable[tuple[int, int]]) -> Ranges:
     return tuple(merged)
 
 
-def complement(ranges: Ranges) -> Ranges:
+def complement(ranges: Iterable[tuple[int, int]]) -> Ranges:
     """All code points but NUL, the surrogates and ``ranges``."""
     result, start = [], 0
     for low, high in union(ranges, ((0, 0), (0xD800, 0xDFFF))):
@@ -87,6 +87,25 @@ def intersection(left: Ranges, right: Ranges) -> Ranges:
     """Code points in both."""
     pairs = ((max(a, c), min(b, d)) for a, b in left for c, d in right)
     return union((low, high) for low, high in pairs if low <= high)
+
+
+def literal(text: str) -> Node:
+    """Exactly ``text``."""
+    return Seq(tuple(Chars(((ord(char), ord(char)),)) for char in text))
+
+
+def all_but(texts: Iterable[str]) -> Node:
+    """Every string but ``texts``."""
+    following: dict[str, list[str]] = {}
+    options: list[Node] = [EMPTY]
+    for text in texts:
+        if text:
+            following.setdefault(text[0], []).append(text[1:])
+        else:
+            options = []
+    options.append(Seq((Chars(complement((ord(char), ord(char)) for char in following)), Repeat(ANY, 0, None))))
+    options += [Seq((literal(char), all_but(tails))) for char, tails in following.items()]
+    return Alt(tuple(options))
 
 
 ANY = Chars(complement(()))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).with_name("results")
-PACKAGES = ("torch", "transformers", "xgrammar", "pyarrow", "celery", "numpy")
+PACKAGES = ("torch", "transformers", "xgrammar", "llguidance", "pyarrow", "celery", "numpy")
 FORMAT_VERSION = 1
 
 

@@ -1,4 +1,4 @@
-"""xgrammar with a vocabulary of single bytes: what the engine really accepts, for comparison with our plans."""
+"""The grammar engines with a vocabulary of single bytes: what they really accept, for comparison with our plans."""
 
 import json
 from functools import lru_cache
@@ -6,35 +6,52 @@ from typing import Any
 
 import xgrammar
 
-from schemas.constraints import grammar_source
+from engine.guidance import GuidanceCompiler, GuidanceGrammar
+from engine.vocabulary import Vocabulary
+from schemas.constraints import GrammarEngine, grammar_engine, grammar_source
 from schemas.records import Constraint, ConstraintKind
 
 END = 256
+VOCABULARY = [bytes([byte]) for byte in range(256)] + [b""]
 
 
 @lru_cache(maxsize=1)
-def compiler() -> xgrammar.GrammarCompiler:
-    vocabulary = [bytes([byte]) for byte in range(256)] + [b""]
-    tokens = xgrammar.TokenizerInfo(vocabulary, vocab_type=xgrammar.VocabType.RAW, stop_token_ids=[END])
+def xgrammar_compiler() -> xgrammar.GrammarCompiler:
+    tokens = xgrammar.TokenizerInfo(VOCABULARY, vocab_type=xgrammar.VocabType.RAW, stop_token_ids=[END])
     return xgrammar.GrammarCompiler(tokens, max_threads=1, cache_enabled=False)
 
 
-def compile_grammar(constraint: Constraint) -> xgrammar.CompiledGrammar:
-    """Compile as the engine does: compact JSON, not strict."""
+@lru_cache(maxsize=1)
+def guidance_compiler() -> GuidanceCompiler:
+    return GuidanceCompiler(Vocabulary(VOCABULARY), frozenset({END}), lambda text: list(text.encode()))
+
+
+def compile_json(engine: GrammarEngine, source: str) -> xgrammar.CompiledGrammar | GuidanceGrammar:
+    """Compile a schema in the normal form as the engine does: compact JSON, not strict."""
+    if engine is GrammarEngine.LLGUIDANCE:
+        return guidance_compiler().compile(source)
+    return xgrammar_compiler().compile_json_schema(source, any_whitespace=False, strict_mode=False)
+
+
+def compile_grammar(constraint: Constraint) -> xgrammar.CompiledGrammar | GuidanceGrammar:
+    """Compile as the engine does, for the grammar engine that the plan chooses."""
     source = grammar_source(constraint)
     if constraint.kind == ConstraintKind.JSON_SCHEMA:
-        return compiler().compile_json_schema(source, any_whitespace=False, strict_mode=False)
+        return compile_json(grammar_engine(constraint), source)
     if constraint.kind == ConstraintKind.REGEX:
-        return compiler().compile_regex(source)
-    return compiler().compile_grammar(xgrammar.Grammar.from_ebnf(source))
+        return xgrammar_compiler().compile_regex(source)
+    return xgrammar_compiler().compile_grammar(xgrammar.Grammar.from_ebnf(source))
 
 
-def accepts(grammar: xgrammar.CompiledGrammar, text: str) -> bool:
+def accepts(grammar: xgrammar.CompiledGrammar | GuidanceGrammar, text: str) -> bool:
     """Whether the whole text can be generated."""
+    if isinstance(grammar, GuidanceGrammar):
+        guided = grammar.start()
+        return all(map(guided.accept, text.encode())) and guided.accept(END)
     matcher = xgrammar.GrammarMatcher(grammar)
     return bool(matcher.accept_string(text)) and bool(matcher.accept_token(END))
 
 
 def canonical(value: Any) -> str:
-    """JSON as the engine writes it."""
+    """JSON as the engines write it."""
     return json.dumps(value, ensure_ascii=False)

@@ -9,11 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas.constraints import Decision, KeywordDecision, enforcement_plan, grammar_source, load_constraint
+from schemas.constraints import (
+    Decision,
+    GrammarEngine,
+    KeywordDecision,
+    enforcement_plan,
+    grammar_engine,
+    grammar_source,
+    load_constraint,
+)
 from schemas.errors import ConstraintError
+from schemas.json_grammar import compile_for
 from schemas.json_schema import JsonSchema
 from schemas.records import Constraint, ConstraintKind
-from tests.schemas.grammar_oracle import accepts, canonical, compile_grammar
+from tests.schemas.grammar_oracle import accepts, canonical, compile_grammar, compile_json
 
 CLOSED = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 DRAFT_4 = "http://json-schema.org/draft-04/schema#"
@@ -52,7 +61,7 @@ SHAPES: dict[str, tuple[Any, list[Any], list[Any], set[str]]] = {
         {"allOf": [CLOSED | {"additionalProperties": True}, {"properties": {"a": {"minimum": 5}, "b": {"const": 1}}}]},
         [{"a": 5}, {"a": 9, "b": 1}],
         [{"a": 4}, {"b": 1}, {"a": 5, "b": 2}, {}],
-        {"properties"},
+        set(),
     ),
     "allOf with a closed branch": (
         {"allOf": [CLOSED, {"properties": {"b": {"type": "string"}}}]},
@@ -83,12 +92,12 @@ SHAPES: dict[str, tuple[Any, list[Any], list[Any], set[str]]] = {
     "enum of integers beyond 53 bits": ({"enum": [2**60 + 1]}, [2**60 + 1], ["x"], {"enum"}),
     "look-ahead": ({"type": "string", "pattern": "^(?=a)[a-z]+$"}, ["abc"], [1], {"pattern"}),
     "not of a type": ({"not": {"type": ["object", "array", "null"]}}, ["a", 1], [{}, [], None], set()),
-    "not": ({"type": "string", "not": {"maxLength": 2}}, ["abc"], [1], {"not"}),
+    "not": ({"type": "string", "not": {"maxLength": 2}}, ["abc"], [1], set()),
     "if then": (
         CLOSED | {"properties": {"a": {"type": "integer"}, "b": {}}, "if": {"required": ["b"]}, "then": False},
         [{"a": 1}],
         [{}],
-        {"if"},
+        set(),
     ),
     "oneOf with overlap": ({"oneOf": [{"type": "integer"}, {"type": "number", "minimum": 5}]}, [1], ["a"], {"oneOf"}),
     "oneOf of types": ({"oneOf": [{"type": "integer"}, {"type": "string"}]}, [1, "a"], [None], set()),
@@ -111,7 +120,7 @@ SHAPES: dict[str, tuple[Any, list[Any], list[Any], set[str]]] = {
         },
         [{"a": 1}, {"b": 1}],
         [{}],
-        {"oneOf"},
+        set(),
     ),
     "uniqueItems": (
         {"type": "array", "items": {"type": "integer"}, "uniqueItems": True},
@@ -136,7 +145,7 @@ SHAPES: dict[str, tuple[Any, list[Any], list[Any], set[str]]] = {
         {"type": "string", "pattern": "^(ab)+$", "maxLength": 5},
         ["ab", "abab"],
         ["a"],
-        {"maxLength"},
+        set(),
     ),
     "pattern within its lengths": ({"type": "string", "pattern": "^[A-Z]{2,4}$", "maxLength": 9}, ["AB"], ["A"], set()),
     "pattern without anchors": ({"type": "string", "pattern": "cat"}, ["concatenate", "cat"], ["dog", "ca"], set()),
@@ -147,14 +156,14 @@ SHAPES: dict[str, tuple[Any, list[Any], list[Any], set[str]]] = {
         ["x aé", "1xax", "1 a "],
         set(),
     ),
-    "pattern that needs a quote": ({"type": "string", "pattern": '^"a"$'}, ['"a"'], [1], {"pattern"}),
-    "two patterns": ({"type": "string", "pattern": "^a", "allOf": [{"pattern": "b$"}]}, ["ab"], ["b"], {"pattern"}),
+    "pattern that needs a quote": ({"type": "string", "pattern": '^"a"$'}, ['"a"'], [1], set()),
+    "two patterns": ({"type": "string", "pattern": "^a", "allOf": [{"pattern": "b$"}]}, ["ab"], ["b"], set()),
     "format date": ({"type": "string", "format": "date"}, ["2024-04-30"], ["2024-02-30", "2024-13-01", "x"], set()),
     "format e-mail and maxLength": (
         {"type": "string", "format": "email", "maxLength": 9},
         ["a@bc.de"],
         ["x", "a b"],
-        {"maxLength"},
+        set(),
     ),
     "format uuid": (
         {"type": "string", "format": "uuid"},
@@ -174,7 +183,7 @@ SHAPES: dict[str, tuple[Any, list[Any], list[Any], set[str]]] = {
         {"type": "object", "properties": {"a": {"type": "integer"}}, "patternProperties": {"^x_": {"type": "integer"}}},
         [{"a": 1}, {"a": 1, "x_b": 1}],
         [1],
-        {"patternProperties", "properties"},
+        set(),
     ),
     "propertyNames": (
         {"type": "object", "propertyNames": {"pattern": "^[a-z]+$"}, "additionalProperties": {"type": "integer"}},
@@ -239,9 +248,9 @@ SHAPES: dict[str, tuple[Any, list[Any], list[Any], set[str]]] = {
         [0, 6, 15],
         set(),
     ),
-    "multipleOf above a minimum": ({"type": "integer", "multipleOf": 5, "minimum": 1}, [5], [0], {"multipleOf"}),
+    "multipleOf above a minimum": ({"type": "integer", "multipleOf": 5, "minimum": 1}, [5], [0], set()),
     "multipleOf of a number": ({"type": "number", "multipleOf": 2}, [2, 4], [1, 2.5], set()),
-    "multipleOf a fraction": ({"type": "number", "multipleOf": 0.01}, [0.5], ["a"], {"multipleOf"}),
+    "multipleOf a fraction": ({"type": "number", "multipleOf": 0.01}, [0.5], ["a"], set()),
     "number range": (
         {"type": "number", "minimum": 0, "exclusiveMaximum": 1},
         [0, 0.1, 0.25, 0.999999],
@@ -256,13 +265,13 @@ SHAPES: dict[str, tuple[Any, list[Any], list[Any], set[str]]] = {
     ),
     "number range too fine": (
         {"type": "number", "minimum": 1e-8, "maximum": 2e-8},
-        [1.5e-8],
-        ["a"],
-        {"minimum", "maximum"},
+        [],
+        ["a", 1e-8 - 1e-9, 0.5, 0],
+        set(),
     ),
-    "closed by choice": (
+    "open because nothing is said": (
         {"type": "object", "properties": {"a": {"type": "integer"}}},
-        [{}, {"a": 1}],
+        [{}, {"a": 1}, {"a": 1, "b": "x"}],
         [{"a": "x"}],
         set(),
     ),
@@ -270,7 +279,7 @@ SHAPES: dict[str, tuple[Any, list[Any], list[Any], set[str]]] = {
         {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": True},
         [{}, {"a": 1}, {"a": 1, "b": "x"}],
         [1],
-        {"properties"},
+        set(),
     ),
     "map": ({"type": "object", "additionalProperties": {"type": "integer"}}, [{}, {"a": 1}], [{"a": "x"}], set()),
     "map of counted size": (
@@ -337,8 +346,95 @@ SHAPES: dict[str, tuple[Any, list[Any], list[Any], set[str]]] = {
         {"type": "object", "properties": {"a": {}, "b": {}}, "dependentRequired": {"a": ["b"]}},
         [{"a": 1, "b": 1}],
         [1],
-        {"dependentRequired", "properties"},
+        set(),
     ),
+    "oneOf that overlaps in an object": (
+        {"oneOf": [{"required": ["a"]}, {"properties": {"a": {"type": "null"}}}], "type": "object"},
+        [{"a": 1}, {"b": 1}, {}],
+        [{"a": None}],
+        set(),
+    ),
+    "not of keys": (
+        {"type": "object", "not": {"required": ["a", "b"]}},
+        [{}, {"a": 1}, {"c": 1}],
+        [{"a": 1, "b": 1}],
+        set(),
+    ),
+    "not of texts": ({"type": "string", "not": {"enum": ["ab", "b"]}}, ["a", "abc", "", "é"], ["ab", "b"], set()),
+    "not of a pattern": ({"type": "string", "not": {"pattern": "^a"}}, ["b"], [1], {"not"}),
+    "if then else": (
+        {
+            "type": "object",
+            "properties": {"kind": {"enum": ["x", "y"]}, "v": {}},
+            "required": ["kind"],
+            "if": {"properties": {"kind": {"const": "x"}}},
+            "then": {"properties": {"v": {"type": "integer"}}},
+            "else": {"required": ["v"]},
+        },
+        [{"kind": "x"}, {"kind": "x", "v": 1}, {"kind": "y", "v": "a"}],
+        [{"kind": "x", "v": "a"}, {"kind": "y"}],
+        set(),
+    ),
+    "dependencies of draft 7": (
+        {"$schema": DRAFT_7, "dependencies": {"a": ["b"], "c": {"required": ["d"]}}, "type": "object"},
+        [{}, {"a": 1, "b": 1}, {"b": 1}, {"c": 1, "d": 1}],
+        [{"a": 1}, {"c": 1}, {"a": 1, "b": 1, "c": 1}],
+        set(),
+    ),
+    "dependentSchemas": (
+        {"type": "object", "dependentSchemas": {"a": {"properties": {"b": {"type": "null"}}}}},
+        [{"b": 1}, {"b": None, "a": 1}],
+        [{"b": 1, "a": 1}],
+        set(),
+    ),
+    "keys by two patterns": (
+        {
+            "type": "object",
+            "patternProperties": {"^x": {"type": "integer"}, "^y": {"type": "string"}},
+            "additionalProperties": {"type": "null"},
+        },
+        [{"x1": 1, "y": "a", "z": None}],
+        [{"x": "a"}, {"y": 1}, {"z": 1}],
+        set(),
+    ),
+    "keys by patterns that overlap": (
+        {"type": "object", "patternProperties": {"^x": {"type": "integer"}, "y$": {"minimum": 5}}},
+        [{"xa": 1}],
+        [1],
+        {"patternProperties"},
+    ),
+    "propertyNames of an enum": (
+        {"type": "object", "propertyNames": {"enum": ["a", "b"]}, "additionalProperties": {"type": "integer"}},
+        [{}, {"a": 1}, {"b": 1, "a": 2}],
+        [{"c": 1}, {"a": "x"}],
+        set(),
+    ),
+    "propertyNames of a length": (
+        {"type": "object", "propertyNames": {"maxLength": 2}},
+        [{}, {"a": 1}, {"é😀": 1}],
+        [{"abc": 1}],
+        set(),
+    ),
+    "minProperties of optional keys": (
+        {"type": "object", "properties": {"a": {"type": "null"}, "b": {"type": "null"}}, "minProperties": 1},
+        [{"a": None}, {"b": None}, {"c": 1}, {"a": None, "c": 1}],
+        [{}, {"a": 1}],
+        set(),
+    ),
+    "forbidden key of an open object": (
+        {"type": "object", "properties": {"a": False, "b": {"type": "null"}}},
+        [{"b": None, "c": 1}, {}],
+        [{"a": 1}],
+        set(),
+    ),
+    "format uri": ({"type": "string", "format": "uri"}, ["https://a.b/c?d=e#f", "urn:x:y"], ["x y", "/a"], set()),
+    "format and pattern and length": (
+        {"type": "string", "format": "date", "pattern": "^2024", "maxLength": 10},
+        ["2024-02-29"],
+        ["2023-01-01", "2024"],
+        set(),
+    ),
+    "enum of objects": ({"enum": [{"a": 1, "b": [1, "x"]}]}, [{"a": 1, "b": [1, "x"]}], [{"a": 1}], set()),
     "true": (True, [1, {"a": [None]}], [], set()),
     "no type and no object possible": (
         {"additionalProperties": False, "minProperties": 1},
@@ -371,13 +467,29 @@ def test_the_plan_says_what_the_engine_does(name: str) -> None:
     assert [document for document in invalid if accepts(grammar, canonical(document))] == []
 
 
+def test_no_key_of_an_open_object_has_a_second_spelling() -> None:
+    constraint = load({"type": "object", "properties": {"a": {"type": "integer"}}})
+    grammar = compile_grammar(constraint)
+    assert grammar_engine(constraint) is GrammarEngine.LLGUIDANCE
+    assert accepts(grammar, '{"a": 1, "b": "x"}')
+    assert not accepts(grammar, '{"a": 1, "\\u0061": "x"}')
+    assert not accepts(grammar, '{"a": 1, "a": "x"}')
+
+
+def test_xgrammar_is_chosen_where_it_keeps_all_that_people_write() -> None:
+    assert grammar_engine(load(CLOSED)) is GrammarEngine.XGRAMMAR
+    assert grammar_engine(load({"enum": ["a", 1]})) is GrammarEngine.XGRAMMAR
+    assert grammar_engine(load({"enum": [{"a": 1}]})) is GrammarEngine.LLGUIDANCE  # xgrammar leaves out the blanks
+    assert grammar_engine(load({"type": "string", "pattern": "^.*$"})) is GrammarEngine.LLGUIDANCE  # and escapes
+
+
 def blamed(schema: Any, document: Any) -> set[str]:
     """Pointers of the keywords that a document breaks, with all keywords around them."""
     pointers: set[str] = set()
     queue = list(JsonSchema(json.dumps(schema)).validator.iter_errors(document))
     while queue:
         error = queue.pop()
-        path = [str(part) for part in error.absolute_schema_path]
+        path = [{"then": "if", "else": "if"}.get(str(part), str(part)) for part in error.absolute_schema_path]
         pointers |= {"/" + "/".join(path[:length]) for length in range(1, len(path) + 1)}
         queue += error.context or []
     return pointers
@@ -426,7 +538,14 @@ def compound(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         lambda t: {**t[0], t[1]: t[2]}
     )
     negated = st.tuples(plain, children).map(lambda t: {**t[0], "not": t[1]})
-    return st.one_of(objects, arrays, joined, negated)
+    conditional = st.tuples(plain, children, children, children).map(
+        lambda t: {**t[0], "if": t[1], "then": t[2], "else": t[3]}
+    )
+    dependent = st.tuples(plain, keys, st.one_of(st.lists(keys, max_size=2, unique=True), children)).map(
+        lambda t: {**t[0], "dependentRequired" if isinstance(t[2], list) else "dependentSchemas": {t[1]: t[2]}}
+    )
+    named = st.tuples(plain, leaf_schemas).map(lambda t: {**t[0], "propertyNames": t[1]})
+    return st.one_of(objects, arrays, joined, negated, conditional, dependent, named)
 
 
 schemas = st.recursive(leaf_schemas, compound, max_leaves=5)
@@ -439,18 +558,22 @@ documents = st.recursive(
 )
 
 
+@pytest.mark.parametrize("engine", GrammarEngine)
 @settings(max_examples=250, deadline=None)
 @given(schemas, st.lists(documents, min_size=6, max_size=12))
-def test_no_random_schema_lets_a_document_break_an_enforced_keyword(schema: Any, candidates: list[Any]) -> None:
+def test_no_random_schema_lets_a_document_break_an_enforced_keyword(
+    engine: GrammarEngine, schema: Any, candidates: list[Any]
+) -> None:
     try:
-        constraint = load(schema)
+        document_schema = JsonSchema(json.dumps(schema))
+        compiled = compile_for(engine, document_schema)
     except ConstraintError as error:
         validator = JsonSchema(json.dumps(schema)).validator if "accepts no finite" in str(error) else None
         assert validator is None or not any(validator.is_valid(document) for document in candidates)
         return
-    grammar = compile_grammar(constraint)
-    validator = JsonSchema(constraint.source).validator
-    loose = {row.path for row in enforcement_plan(constraint) if row.decision != Decision.ENFORCED}
+    grammar = compile_json(engine, compiled.source)
+    validator = document_schema.validator
+    loose = {row.path for row in compiled.plan.rows() if row.decision != Decision.ENFORCED}
     for document in candidates:
         if accepts(grammar, canonical(document)) and not validator.is_valid(document):
             assert blamed(schema, document) & loose, f"{canonical(document)} breaks {blamed(schema, document)}"
@@ -516,7 +639,10 @@ def test_a_subschema_used_twice_has_the_worse_decision() -> None:
         "items": {"$ref": "#/$defs/s"},
         "prefixItems": [{"$ref": "#/$defs/s", "maxLength": 3}],
     }
-    plan = {row.path: row.decision for row in enforcement_plan(load(schema))}
+    plan = {
+        row.path: row.decision
+        for row in compile_for(GrammarEngine.XGRAMMAR, JsonSchema(json.dumps(schema))).plan.rows()
+    }
     assert plan["/$defs/s/pattern"] == Decision.ENFORCED
     assert plan["/prefixItems/0/maxLength"] == Decision.CHECKED
 

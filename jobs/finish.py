@@ -36,7 +36,10 @@ def try_finish(job: Job) -> bool:
     if job.pending():
         return False
     tally = _Tally()
-    outputs = tuple(_write_outputs(job, tally))
+    try:
+        outputs = tuple(_write_outputs(job, tally))
+    except _Overtaken:
+        return True
     counts = dict(tally.statuses)
     if sum(counts.values()) != job.num_rows:
         raise JobError(f"{job.job_id}: {sum(counts.values())} rows came out of {job.num_rows}: {counts}")
@@ -66,6 +69,10 @@ def final_state(counts: dict[RowStatus, int]) -> JobState:
 def output_store(job: Job) -> tuple[Store, str]:
     """Return where the job's output files go: a store and the prefix of their keys in it."""
     return (job.store, f"{OUTPUT}/") if job.output is None else (open_store(job.output), "")
+
+
+class _Overtaken(Exception):
+    """Another finisher was first: files that readers have by now are not replaced, not even by equal ones."""
 
 
 class _Tally:
@@ -115,6 +122,8 @@ def _write_output(job: Job, store: Store, key: str, tables: Iterable[pa.Table]) 
         for table in _row_groups(tables):
             writer.write_table(table, row_group_size=max(1, table.num_rows))
             num_rows += table.num_rows
+        if exists(job.store, SUCCESS_FILE):
+            raise _Overtaken
     entry = store.stat(key)
     return OutputFile(uri=store.locate(key), num_rows=num_rows, size_bytes=entry.size_bytes if entry else 0)
 

@@ -17,7 +17,7 @@ from jobs.arrow_types import output_names, row_column
 from jobs.parts import PartInfo, encode_part, read_part, read_part_info
 from jobs.plan import Plan, check_format_version, decode_plan, encode_plan
 from jobs.source import ChunkReader, check_columns, scan_schema
-from jobs.store import Store, absolute_location, exists, open_store, probe
+from jobs.store import Store, absolute_location, exists, open_store, probe, replace
 from schemas.errors import AlreadyExists, InputDataError, JobError, JobNotFound, NotFound
 from schemas.records import (
     FORMAT_VERSION,
@@ -34,7 +34,7 @@ from schemas.records import (
 
 JOB_FILE, PLAN_FILE, SUCCESS_FILE = "job.json", "plan.parquet", "_SUCCESS.json"
 PARTS, PARKED, OUTPUT = "parts", "parked", "output"
-CANCELLED, PAUSED = "_cancelled", "_paused"
+CANCELLED, PAUSED, FAILED = "_cancelled", "_paused", "_failed.json"
 PART_NAME = re.compile(r"part-(\d+)\.parquet")
 JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -68,6 +68,14 @@ class Success(Record):
     outputs: tuple[OutputFile, ...]
     finished: str  # UTC, ISO 8601
     commonest_error: str | None = None
+    format_version: int = FORMAT_VERSION
+
+
+class Failure(Record):
+    """The content of ``_failed.json``: why nobody works on the job any more, until it is resumed."""
+
+    cause: str
+    failed: str  # UTC, ISO 8601
     format_version: int = FORMAT_VERSION
 
 
@@ -241,6 +249,8 @@ class Job:
             return JobState.CANCELLED
         if self.is_paused():
             return JobState.PAUSED
+        if exists(self.store, FAILED):
+            return JobState.FAILED
         return JobState.RUNNING if self.committed() else JobState.QUEUED
 
     def cancel(self) -> None:
@@ -266,6 +276,23 @@ class Job:
     def is_paused(self) -> bool:
         """Say whether the job is paused."""
         return exists(self.store, PAUSED)
+
+    def fail(self, cause: str) -> None:
+        """Say that nobody can work on the job, and why; parts stay, and whoever works on it after all takes it back."""
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        replace(self.store, FAILED, encode_json(Failure(cause=cause, failed=now)))
+
+    def unfail(self) -> None:
+        """Take back ``fail``."""
+        self.store.delete(FAILED)
+
+    def failure(self) -> Failure | None:
+        """Return why nobody works on the job, or None if that is not so."""
+        try:
+            data = self.store.read(FAILED)
+        except NotFound:
+            return None
+        return _decode(data, Failure, self.store.locate(FAILED))
 
     def unpark(self) -> tuple[int, ...]:
         """Make the chunks that were given up on pending again and return them; a finished job is open again."""

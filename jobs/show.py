@@ -98,7 +98,8 @@ def show_summary(job: Job, state: JobState, *, as_json: bool) -> None:
         if as_json:
             echo_json({"event": "summary", **describe_job(job)})
         else:
-            click.echo(f"{job.job_id} is {state}; go on: python -m jobs.resume {job.job_id}")
+            cause = f"cause: {failure.cause}\n" if (failure := job.failure()) else ""
+            click.echo(f"{cause}{job.job_id} is {state}; go on: python -m jobs.resume {job.job_id}")
         return
     agreement, problem = _try_agreement(job)
     if as_json:
@@ -131,6 +132,7 @@ def describe_job(job: Job, settings: Settings | None = None) -> dict[str, Any]:
         "output": locate_output(job),
         "outputs": [] if success is None else [file.uri for file in success.outputs],
         "commonest_error": None if success is None else success.commonest_error,
+        "failure": None if success is not None or (failure := job.failure()) is None else failure.cause,
     }
     if settings is not None and success is None:
         progress = _read_progress(job, settings)
@@ -158,7 +160,7 @@ def show_job(job: Job, settings: Settings) -> None:
             "parked": f"{fields['num_parked']} (python -m jobs.resume {job.job_id} --parked)"
             if fields["num_parked"]
             else "",
-            "cause": fields["commonest_error"],
+            "cause": fields["failure"] or fields["commonest_error"],
             "output": fields["output"] if fields["outputs"] else "",
             "workers": fields.get("workers", ""),
         }

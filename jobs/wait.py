@@ -14,7 +14,7 @@ from jobs.finish import try_finish
 from jobs.job import Job
 from jobs.local_worker import LocalWorker, worker_command
 from jobs.queue import Progress, Queue
-from schemas.errors import BrokerError
+from schemas.errors import BrokerError, EngineError
 from schemas.records import JobState, RowStatus
 from schemas.settings import Settings
 
@@ -105,12 +105,12 @@ class Waiter:
     def run(self) -> JobState:
         """Block until the job has ended or is paused; always stops the worker it started.
 
-        Raises EngineError when the worker keeps dying, and what reading the job's files raises.
+        Raises EngineError when the worker keeps dying (the job has failed then), and what reading its files raises.
         """
         try:
             while True:
                 committed = self._job.committed()
-                if len(committed) == len(self._job.chunks):
+                if len(committed) == len(self._job.chunks) == self._num_committed:  # a worker tries it first
                     try_finish(self._job)
                 self._reporter.update(self._take_snapshot(len(committed)))
                 self._credit_worker(len(committed))
@@ -118,6 +118,9 @@ class Waiter:
                     return state
                 self._tend()
                 time.sleep(POLL_S)
+        except EngineError as error:
+            self._job.fail(str(error).splitlines()[0])
+            raise
         finally:
             self._reporter.close()
             if self._worker is not None:

@@ -179,6 +179,7 @@ class EnginePool(BasePool):  # type: ignore[misc]
         if failure is not None:
             log.error("engine_cannot_start", reason=str(failure))
             self._supervisor.stop()
+            self._supervisor.fail_jobs(str(failure))
             raise SystemExit(failure.exit_code)
 
     def _start_client(self) -> NightmillError | None:

@@ -36,6 +36,7 @@ class Supervisor(threading.Thread):
         self._stopped = threading.Event()
         self._name = f"{socket.gethostname()}-{os.getpid()}"
         self._others: set[str] = set()  # jobs of other queues
+        self._complete: set[str] = set()  # jobs whose last part was there at the last look
 
     def run(self) -> None:
         """Work until ``stop``; a failure is logged and tried again."""
@@ -55,6 +56,22 @@ class Supervisor(threading.Thread):
         self._stopped.set()
         if self.is_alive() and threading.current_thread() is not self:
             self.join(ANNOUNCE_S)
+
+    def fail_jobs(self, cause: str) -> None:
+        """After ``stop``: the engine cannot start. If nobody else serves the queue, its jobs fail and say why."""
+        self._attempt(partial(self._fail_jobs, cause))
+
+    def _fail_jobs(self, cause: str) -> None:
+        if self._app.job_queue.workers_serving(self._app.model.queue):
+            return
+        for job_id in Job.list_ids(self._app.store):
+            self._attempt(partial(self._fail_job, job_id, cause))
+
+    def _fail_job(self, job_id: str, cause: str) -> None:
+        job = Job.open(self._app.store, job_id)
+        if job.spec.model.queue == self._app.model.queue and job.state() in UNFINISHED:
+            job.fail(cause)
+            log.error("job_failed", job=job_id, reason=cause)
 
     def _announce(self) -> None:
         ensure_broker(self._app.settings)  # a dead embedded broker has nobody else to start it
@@ -77,7 +94,9 @@ class Supervisor(threading.Thread):
             self._others.add(job_id)
         elif job.state() in UNFINISHED:
             if not job.pending():
-                try_finish(job)
+                if job_id in self._complete:  # else whoever committed the last part is at it
+                    try_finish(job)
+                self._complete.add(job_id)
             elif num_sent := self._app.job_queue.reconcile(job):
                 log.info("chunks_requeued", job=job_id, chunks=num_sent)
 

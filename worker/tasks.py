@@ -72,6 +72,8 @@ def _receive(app: Any, slot: Slot, job_id: str, index: int) -> None:
                 log.info("chunk_dropped", reason="another worker has its lease")
                 return
             app.on_hop("leased")
+            if job.failure() is not None:
+                job.unfail()  # here is an engine that runs
             if not ChunkRun(app, slot, job, job.chunks[index]).run():
                 return
     _finish(job)

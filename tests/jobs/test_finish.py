@@ -2,8 +2,10 @@
 
 import os
 import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 import pyarrow as pa
@@ -17,7 +19,7 @@ from jobs.finish import final_state, try_finish
 from jobs.job import Job, part_key
 from jobs.results import run_rows
 from jobs.source import ChunkReader
-from jobs.store import open_store, replace
+from jobs.store import LocalDirectory, open_store, replace
 from schemas.errors import JobError, StoreError
 from schemas.records import FinishReason, JobState, Request, RowStatus
 from tests.tiny_jobs import YES_NO, Answer, ScriptedEngine, make_job, prompt_of, results_of, run_job, write_input
@@ -275,3 +277,29 @@ def test_memory_does_not_grow_with_the_number_of_rows(tmp_path: Path) -> None:
     assert try_finish(job)
     sizes.append(process.memory_info().rss)
     assert max(sizes) - max(sizes[:15]) < 64 * 2**20
+
+
+class Slow(LocalDirectory):
+    """Begins to write only after somebody else has finished the job."""
+
+    overtake: Callable[[], object] = bool
+
+    def open_writer(self, key: str) -> AbstractContextManager[IO[bytes]]:
+        self.overtake()
+        return super().open_writer(key)
+
+
+def test_a_finisher_that_comes_second_leaves_the_published_files_alone(tmp_path: Path) -> None:
+    job = run_job(make_job(tmp_path))
+    quick, published = Job.open(open_store(str(tmp_path / "jobs")), job.job_id), list[os.stat_result]()
+    output = Path(job.store.locate("output/in.parquet"))
+    job.store = slow = Slow(Path(job.store.locate("")))
+
+    def overtake() -> None:
+        assert try_finish(quick)
+        published.append(output.stat())
+
+    slow.overtake = overtake
+    assert try_finish(job)
+    assert output.stat().st_ino == published[0].st_ino
+    assert job.store.list("_staging") == []

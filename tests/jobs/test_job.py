@@ -344,3 +344,17 @@ def test_results_survive_the_part_file(tmp_path: Path) -> None:
     assert (first["label"], first["label_meta"]["confidence"], first["label_meta"]["seconds"]) == ("nul\0", 0.25, 1.5)
     assert (second["label"], second["label_raw"], second["label_error"]) == (None, None, "text is null")
     assert encode_json(job.spec) == encode_json(Job.open(open_store(str(tmp_path / "jobs")), job.job_id).spec)
+
+
+def test_a_failure_says_why_until_it_is_taken_back_and_an_end_outranks_it(tmp_path: Path) -> None:
+    job = make_job(tmp_path)
+    job.fail("first cause")
+    job.fail("out of memory")
+    failure = Job.open(open_store(str(tmp_path / "jobs")), job.job_id).failure()
+    assert (job.state(), failure and failure.cause) == (JobState.FAILED, "out of memory")
+    assert len(job.pending()) == len(job.chunks)
+    job.unfail()
+    assert (job.state(), job.failure()) == (JobState.QUEUED, None)
+    job.fail("again")
+    assert try_finish(run_job(job))
+    assert job.state() is JobState.DONE

@@ -126,9 +126,14 @@ def test_a_killed_embedded_broker_is_started_again(machine: Machine) -> None:
 
 
 def test_a_worker_that_keeps_dying_is_an_error_with_its_last_words(machine: Machine) -> None:
+    job = queued_job(machine)
     with pytest.raises(EngineError, match=r"no luck\nits log .*worker-nightmill.*\.log ends with") as caught:
-        wait(machine, queued_job(machine), DIES)
+        wait(machine, job, DIES)
     assert str(caught.value).count('"level"') >= 3
+    assert job.state() is JobState.FAILED
+    assert "the worker cannot go on: no luck\n" in machine.run("status").stdout
+    assert machine.run("resume", job.job_id, "--no-wait").exit_code == 0
+    assert job.state() is JobState.QUEUED
 
 
 def test_a_worker_that_refuses_its_model_is_started_once(machine: Machine) -> None:

@@ -1,7 +1,7 @@
 """The worker's own app with a fake engine behind its real client, and with faults at named hops.
 
 Used as ``celery -A tests.worker.fake_app worker``. ``LAB_DIR`` gets one line per hop in ``events``; a file
-``fault-HOP-CHUNK`` in it says how that hop misbehaves, and ``never-loads`` makes the engine do that.
+``fault-HOP-CHUNK`` in it says how that hop misbehaves; ``never-loads`` and ``cannot-load`` make the engine do that.
 """
 
 import json
@@ -24,8 +24,9 @@ FAKE_RANK = [sys.executable, str(Path(__file__).parent.parent / "engine" / "fake
 
 
 def make_client(*args: Any, **kwargs: Any) -> EngineClient:
-    never_loads = [sys.executable, "-c", "import time; time.sleep(600)"]
-    return EngineClient(*args, command=never_loads if (LAB / "never-loads").exists() else FAKE_RANK, **kwargs)
+    codes = {"never-loads": "import time; time.sleep(600)", "cannot-load": "raise SystemExit(3)"}
+    code = next((code for name, code in codes.items() if (LAB / name).exists()), None)
+    return EngineClient(*args, command=[sys.executable, "-c", code] if code else FAKE_RANK, **kwargs)
 
 
 def on_hop(hop: str) -> None:

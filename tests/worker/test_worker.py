@@ -98,6 +98,24 @@ def test_a_worker_whose_engine_cannot_start_exits_as_for_bad_settings_and_counts
     assert lab.queue.workers_serving(lab.model.queue) == 0
 
 
+def test_an_engine_that_cannot_start_fails_its_jobs_unless_another_worker_is_there(lab: Lab) -> None:
+    (lab.path / "cannot-load").touch()
+    job, others = lab.start_job(2), lab.job(1, name="others", model=lab.other_model())
+    lab.queue.announce(lab.model.queue, "another")
+    assert lab.worker(is_ready=False).wait() == 1
+    assert job.state() is JobState.QUEUED
+    lab.queue.withdraw(lab.model.queue, "another")
+    worker = lab.worker(is_ready=False)
+    assert worker.wait() == 1, worker.log
+    assert (job.state(), others.state()) == (JobState.FAILED, JobState.QUEUED)
+    failure = job.failure()
+    assert failure is not None
+    assert "the engine process ended with status 3" in failure.cause
+    (lab.path / "cannot-load").unlink()
+    lab.worker()
+    until(lambda: job.state() is JobState.DONE, "a worker whose engine runs to take the job all the same")
+
+
 def test_a_worker_with_an_option_that_loses_work_refuses_to_start(lab: Lab) -> None:
     worker = lab.worker("w1", "--pool=solo", "--soft-time-limit=5", is_ready=False)
     assert worker.wait() != 0

@@ -3,6 +3,8 @@
 Knows the worker's command line and environment, not its code.
 """
 
+import ctypes
+import functools
 import json
 import os
 import shlex
@@ -10,7 +12,7 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from schemas.errors import EngineError
@@ -21,6 +23,7 @@ WORKER_COMMAND = (sys.executable, "-m", "celery", "-A", "worker", "worker")
 MAX_DEATHS = 4
 PERMANENT_EXIT_CODE = 2  # of a worker whose settings or model are refused: another start would end alike
 STOP_TIMEOUT_S = 15.0
+PR_SET_PDEATHSIG = 1
 LOG_TAIL_LINES = 8
 MAX_LOG_LINE_CHARS = 300
 
@@ -55,6 +58,7 @@ class LocalWorker:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=_end_with_parent(),  # noqa: PLW1509 - a bare system call, which takes no lock
             )
 
     def restart(self) -> None:
@@ -100,6 +104,12 @@ class LocalWorker:
                 return [line.rstrip() for line in deque(log, LOG_TAIL_LINES)]
         except OSError:
             return []
+
+
+def _end_with_parent() -> Callable[[], object] | None:
+    """What the child does first: ask Linux for a SIGQUIT when we die, or kill -9 of a submit would leave a worker."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    return None if prctl is None else functools.partial(prctl, PR_SET_PDEATHSIG, signal.SIGQUIT)
 
 
 def _error_in(line: str) -> str | None:

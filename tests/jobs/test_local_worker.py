@@ -1,11 +1,15 @@
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from jobs.local_worker import worker_command, worker_environment
 from schemas.records import ModelRef
 from schemas.settings import Settings
+from tests.jobs.verbs import until
 
 
 def worker_sees(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> Settings:
@@ -42,3 +46,24 @@ def test_the_shown_command_is_what_the_worker_needs(monkeypatch: pytest.MonkeyPa
     found = worker_sees(monkeypatch, dict(variable.split("=", 1) for variable in variables))
     assert (found.state_dir, found.jobs_root) == (tmp_path / "a b", "s3://bucket/jobs")
     assert (found.worker.model, found.worker.dtype) == ("org/model", "float32")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child that its parent died")
+def test_a_worker_ends_when_its_submit_is_killed(tmp_path: Path) -> None:
+    code = f"""
+import sys, time
+from jobs.local_worker import LocalWorker
+from schemas.records import ModelRef
+from schemas.settings import Settings
+stays = (sys.executable, "-c", "import signal; signal.pause()")
+worker = LocalWorker(Settings(state_dir={str(tmp_path)!r}), ModelRef(name="model", digest="d"), stays)
+worker.start()
+print(worker._process.pid, flush=True)
+time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as submit:
+        assert submit.stdout is not None
+        worker = psutil.Process(int(submit.stdout.readline()))
+        assert worker.is_running()
+        submit.kill()
+    until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE, "the worker to follow")

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.eplb import balance, count_copies, peak_gains, place_copies, place_experts
+from engine.eplb import balance, count_copies, peak_gains, place_copies, place_experts, swap_copies
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -81,11 +81,19 @@ def best_placement(counts: Array, num_ranks: int, slots: int) -> float:
 
 @settings(deadline=None)
 @given(counts_of(max_experts=4).filter(lambda counts: counts.shape[1] == 4))
-def test_two_ranks_of_two_slots_are_placed_as_well_as_can_be_when_one_expert_is_hot(counts: Array) -> None:
-    counts[:, 0] = counts[:, 1:].sum(axis=1)  # the others' sum: only its neighbour's choice matters
-    placement = place_copies(counts, np.ones(4, dtype=np.int64), 2)
-    loads = counts[:, placement].sum(axis=2)
+def test_two_ranks_of_two_slots_are_placed_as_well_as_can_be(counts: Array) -> None:
+    loads = counts[:, place_experts(counts, 2, 2)].sum(axis=2)
     assert np.isclose(loads.max(axis=1).sum(), best_placement(counts, 2, 2))
+
+
+@settings(deadline=None)
+@given(counts_of(max_experts=6), st.integers(1, 3), st.integers(0, 2))
+def test_swaps_never_make_the_busiest_rank_busier(counts: Array, num_ranks: int, num_extra: int) -> None:
+    num_slots = -(-(counts.shape[1] + num_extra) // num_ranks) * num_ranks
+    placed = place_copies(counts, count_copies(counts, num_slots), num_ranks)
+    swapped = swap_copies(counts, placed)
+    assert sorted(swapped.ravel()) == sorted(placed.ravel())
+    assert balance(counts, swapped) >= balance(counts, placed) - 1e-9
 
 
 def test_skewed_experts_become_balanced() -> None:

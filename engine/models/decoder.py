@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -70,7 +71,7 @@ class Decoder:
     def alloc_cache(self, num_blocks: int, block_size: int) -> list[Tensor]:
         """See Model.alloc_cache."""
         shapes = [layer.attention.cache_shape(num_blocks, block_size) for layer in self._layers]
-        return [torch.zeros(shape, dtype=self._dtype, device=self._device) for shape in shapes]
+        return [_zeros(shape, self._dtype, self._device) for shape in shapes]
 
     def cache_bytes_per_block(self, block_size: int) -> int:
         """See Model.cache_bytes_per_block."""
@@ -99,6 +100,13 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """See Model.logits."""
         return self._kernels.linear(hidden, self._head).float()
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeroed memory. On a CPU the system gives a page when it is first written; torch.zeros would write them all."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 def _load_layer(spec: ModelSpec, index: int, source: WeightSource, kernels: Kernels) -> Layer:

@@ -127,6 +127,7 @@ def _split_names(_context: click.Context, _parameter: click.Parameter, value: st
 @click.option("--min-p", type=float, default=0.0, help="0: off.")
 @click.option("--repetition-penalty", type=float, default=1.0, help="1: off.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End at this text; repeatable.")
+@click.option("--confidence", "logprobs", is_flag=True, help="Tell the probability of each label in its meta column.")
 @click.option("--n", "num_completions", type=click.IntRange(1), default=1, show_default=True, help="Completions a row.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--max-attempts", type=click.IntRange(1), default=3, show_default=True, help="Tries a row.")
@@ -182,7 +183,7 @@ def main(
 
 def _pop_sampling(options: dict[str, Any]) -> Sampling:
     """Take the sampling options out of ``options``. Raises click.BadParameter naming the bad one."""
-    names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "logprobs")
     try:
         return Sampling(stop=tuple(options.pop("stop")), **{name: options.pop(name) for name in names})
     except ValueError as error:

@@ -11,6 +11,7 @@ import torch
 from engine.device import resolve_sizes, select_device
 from engine.grammar import CHARS_PER_CONSTRAINT
 from engine.loop import Engine
+from schemas.constraints import make_validator
 from schemas.errors import EngineError, SettingsError
 from schemas.records import Completion, Constraint, ConstraintKind, FinishReason, Message, Request, Sampling
 from schemas.settings import EngineSettings
@@ -170,6 +171,22 @@ def test_a_shared_prompt_start_is_computed_once() -> None:
     assert sorted(c.num_cached_tokens for c in done.values()) == [0] + [80] * 31
     assert engine.stats.num_cached_tokens == 31 * 80
     assert engine.stats.num_prompt_tokens == 32 * 84
+
+
+@pytest.mark.parametrize("favourite", [" ", "\n", ","])
+def test_legal_infinite_loop_a_model_that_loves_blanks_ends_valid_or_says_that_it_was_cut(favourite: str) -> None:
+    model = HashModel(favourites=[ord(favourite)], boost=100.0)
+    engine = make_engine(model)
+    for constraint in CONSTRAINTS:
+        engine.add_constraint(constraint)
+    requests = [request(str(i), key=constraint.key, max_tokens=60) for i, constraint in enumerate(CONSTRAINTS)]
+    done = run_all(engine, requests)
+    for index, constraint in enumerate(CONSTRAINTS):
+        completion = done[str(index)]
+        assert completion.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+        if completion.finish_reason is FinishReason.STOP:
+            assert make_validator(constraint).check(completion.text)[1] is None
+        assert favourite * 8 not in completion.text
 
 
 def test_the_end_token_stops_unless_it_is_ignored() -> None:

@@ -119,6 +119,13 @@ def test_a_truncated_row_gets_more_budget_up_to_the_models_limit(tmp_path: Path)
     ]
 
 
+def test_silent_repair_a_document_cut_by_its_budget_is_never_completed(tmp_path: Path) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "string"}, "items": {"type": "array"}}}
+    for text in ('{"n": "A", "items": ["x", "y"', '{"n": "A"}'):  # the second is whole, but the model was not done
+        row, _ = run_one(tmp_path, (text, LENGTH), constraint=json_schema(schema), retry=RetryPolicy(max_attempts=1))
+        assert (row.status, row.value, row.raw) == (RowStatus.TRUNCATED, None, text)
+
+
 def test_a_truncated_row_is_not_tried_again_with_the_same_budget(tmp_path: Path) -> None:
     room = MODEL.max_model_len - 7
     row, engine = run_one(

@@ -105,6 +105,17 @@ def test_dictionaries_that_differ_between_row_groups_are_decoded(tmp_path: Path)
     assert read_all([path], step=3)["a"].to_pylist() == ["x", "y", "z", "x"]
 
 
+def test_empty_row_groups_anywhere_are_stepped_over(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    table = pa.table({"a": list(range(9)), "text": [f"x\0{i}" for i in range(9)]})
+    with pq.ParquetWriter(path, table.schema) as writer:
+        for start, end in ((0, 0), (0, 5), (5, 5), (5, 9), (9, 9)):
+            writer.write_table(table.slice(start, end - start))
+    assert pq.read_metadata(path).num_row_groups == 5
+    for step in (1, 2, 3, 4, 9):
+        assert read_all([path], step=step).combine_chunks().equals(table)
+
+
 def test_nested_columns_in_a_big_row_group_are_read_in_pieces(tmp_path: Path) -> None:
     lists = [[f"{i}-{j}" for j in range(i % 5)] for i in range(20_000)]
     maps = pa.array([[("k", i)] for i in range(20_000)], pa.map_(pa.string(), pa.int64()))

@@ -11,7 +11,7 @@ import pytest
 
 from jobs.submit import make_constraint
 from schemas.errors import ConstraintError
-from schemas.records import ConstraintKind, RowStatus
+from schemas.records import ConstraintKind, RowStatus, Sampling
 from tests.jobs.verbs import HandWorker, Machine, commit, json_lines, until
 
 NOBODY_LISTENS = "redis://127.0.0.1:1/0"
@@ -208,6 +208,26 @@ def test_a_cancelled_job_is_not_started_by_the_same_submit(machine: Machine) -> 
     result = machine.submit(data, "--no-wait")
     assert (result.exit_code, "jobs.resume" in result.stdout) == (1, True)
     assert machine.queue.depth(machine.job().spec.model.queue) == 0
+
+
+def test_every_sampling_option_reaches_the_job(machine: Machine) -> None:
+    options = (
+        "--max-tokens 7 --temperature 0.5 --top-k 9 --top-p 0.8 --min-p 0.1 --repetition-penalty 1.2 --stop . --stop ;"
+    )
+    rest = "--confidence --n 3 --seed 11 --max-attempts 2"
+    assert machine.submit(machine.write_rows(4), "--no-wait", *options.split(), *rest.split()).exit_code == 0
+    spec = machine.job().spec
+    assert spec.sampling == Sampling(
+        max_tokens=7,
+        temperature=0.5,
+        top_k=9,
+        top_p=0.8,
+        min_p=0.1,
+        repetition_penalty=1.2,
+        stop=(".", ";"),
+        logprobs=True,
+    )
+    assert (spec.num_completions, spec.seed, spec.retry.max_attempts) == (3, 11, 2)
 
 
 def test_the_same_submit_again_queues_nothing_twice(machine: Machine) -> None:

@@ -24,7 +24,7 @@ from jobs.local_worker import LocalWorker
 from jobs.plan import Plan, make_chunks
 from jobs.prompts import Prompt, PromptBuilder, Refusal
 from jobs.queue import Queue
-from jobs.source import ChunkReader, Inputs, scan_inputs
+from jobs.source import ChunkReader, Inputs, python_rows, scan_inputs
 from jobs.store import open_store
 from jobs.wait import Reporter, Snapshot, Waiter
 from schemas.constraints import KeywordDecision, enforcement_plan
@@ -248,5 +248,5 @@ def _build_example(
         batches = reader.read(file, schema, chunks[0].start_row, num_rows, builder.columns)
     finally:
         reader.close()
-    built = [builder.build(row) for batch in batches for row in batch.to_pylist()]
+    built = [builder.build(row) for batch in batches for row in python_rows(batch)]
     return next((item for item in built if isinstance(item, Prompt)), built[0])

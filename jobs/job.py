@@ -16,7 +16,7 @@ import pyarrow as pa
 from jobs.arrow_types import output_names, row_column
 from jobs.parts import PartInfo, encode_part, read_part, read_part_info
 from jobs.plan import Plan, check_format_version, decode_plan, encode_plan
-from jobs.source import ChunkReader, check_columns, scan_schema
+from jobs.source import ChunkReader, check_columns, python_rows, scan_schema
 from jobs.store import Store, absolute_location, exists, open_store, probe, replace
 from schemas.errors import AlreadyExists, InputDataError, JobError, JobNotFound, NotFound
 from schemas.records import (
@@ -161,7 +161,7 @@ class Job:
     ) -> Iterator[dict[str, Any]]:
         """Yield the chunk's input rows with ``columns``. Raises JobError if the input changed since submit."""
         for batch in self.read_batches(chunk, columns, reader):
-            yield from batch.to_pylist()
+            yield from python_rows(batch)
 
     def read_batches(
         self, chunk: Chunk, columns: Sequence[str], reader: ChunkReader | None = None

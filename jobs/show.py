@@ -18,6 +18,7 @@ from jobs.local_worker import worker_command
 from jobs.progress import plain_counts
 from jobs.prompts import Prompt, PromptBuilder, Refusal
 from jobs.queue import Progress, Queue
+from jobs.source import python_rows
 from jobs.store import absolute_location, open_input
 from schemas.errors import BrokerError, NightmillError
 from schemas.plan import Decision
@@ -281,7 +282,7 @@ def _read_first_rows(uri: str) -> tuple[list[dict[str, Any]], pa.Schema]:
     with open_input(uri) as source:
         file = pq.ParquetFile(source)
         batch = next(file.iter_batches(NUM_SHOWN_ROWS), None)
-        return ([] if batch is None else batch.to_pylist()), file.schema_arrow
+        return ([] if batch is None else python_rows(batch)), file.schema_arrow
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], num_whole: int = 0) -> None:

@@ -4,11 +4,12 @@ Footers only until rows are asked for. Knows no prompts and no job directory.
 """
 
 import difflib
+import itertools
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 import pyarrow as pa
@@ -249,13 +250,14 @@ class _Cursor:
         self._file.close(force=True)
 
     def _seek(self, group: int) -> None:
-        num_groups = self._file.metadata.num_row_groups
         self._row, self._rest = self._group_starts[group], None
-        self._batches = iter(
-            self._file.iter_batches(
-                self._batch_rows(group), row_groups=range(group, num_groups), columns=self._columns, use_threads=False
-            )
-        )
+        groups = range(group, self._file.metadata.num_row_groups)
+        self._batches = itertools.chain.from_iterable(map(self._read_group, groups))
+
+    def _read_group(self, group: int) -> Iterator[pa.RecordBatch]:
+        """Yield one row group's rows: a batch across two of them fails where a nested column has dictionaries."""
+        rows = self._batch_rows(group)
+        return self._file.iter_batches(rows, row_groups=[group], columns=self._columns, use_threads=False)  # type: ignore[no-any-return]
 
     def _batch_rows(self, group: int) -> int:
         """How many rows fit into the read memory, from the footer's uncompressed sizes."""
@@ -274,6 +276,24 @@ class _Cursor:
             num_rows -= head.num_rows
             if head.num_rows:
                 yield head
+
+
+def python_rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
+    """Return the rows as Python values. What Python cannot hold comes as text, text that is no UTF-8 as bytes."""
+    try:
+        return batch.to_pylist()  # type: ignore[no-any-return]
+    except (ValueError, OverflowError):  # one value must not cost the other rows
+        columns = [list(map(_python_value, column)) for column in batch.columns]
+        return [dict(zip(batch.schema.names, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def _python_value(scalar: pa.Scalar) -> Any:
+    try:
+        return scalar.as_py()
+    except UnicodeDecodeError:
+        return scalar.cast(pa.large_binary()).as_py() if not pa.types.is_nested(scalar.type) else b"?"
+    except (ValueError, OverflowError):  # nanoseconds, years beyond 9999
+        return pa.array([scalar], scalar.type).to_string(indent=0, skip_new_lines=True)[1:-1]
 
 
 def _conform(batch: pa.RecordBatch, schema: pa.Schema, partition: dict[str, str | None]) -> pa.RecordBatch:

@@ -1,6 +1,7 @@
 """Inputs: what is found, what is refused, and that any run of rows equals the same slice of the whole table."""
 
 import os
+from decimal import Decimal
 from pathlib import Path
 
 import pyarrow as pa
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jobs.source import ChunkReader, check_columns, scan_inputs, scan_schema, unify_schemas
+from jobs.source import ChunkReader, check_columns, python_rows, scan_inputs, scan_schema, unify_schemas
 from jobs.store import open_store
 from schemas.errors import InputDataError, JobError
 from tests.tiny_jobs import write_input
@@ -114,6 +115,49 @@ def test_empty_row_groups_anywhere_are_stepped_over(tmp_path: Path) -> None:
     assert pq.read_metadata(path).num_row_groups == 5
     for step in (1, 2, 3, 4, 9):
         assert read_all([path], step=step).combine_chunks().equals(table)
+
+
+COLORS = pa.array(["red", "green", None] * 8)
+ODD_COLUMNS = {
+    "dictionary of large text": COLORS.cast(pa.large_string()).dictionary_encode(),
+    "dictionary of numbers": pa.array([1, 2, None] * 8).dictionary_encode(),
+    "dictionary in a struct": pa.StructArray.from_arrays([COLORS.dictionary_encode()], ["color"]),
+    "dictionary in a list": pa.ListArray.from_arrays(list(range(25)), COLORS.dictionary_encode()),
+    "map of lists": pa.array([[("k", [1, 2])], None, []] * 8, pa.map_(pa.string(), pa.list_(pa.int64()))),
+    "list of structs of lists": pa.array([[{"a": [{"b": None}]}]] * 24),
+    "fixed size list": pa.array([[1, 2], None] * 12, pa.list_(pa.int32(), 2)),
+    "text view": pa.array(["x", None] * 12, pa.string_view()),
+    "decimal": pa.array([Decimal("1.23"), None] * 12, pa.decimal128(30, 2)),
+    "largest integers": pa.array([2**64 - 1, 0] * 12, pa.uint64()),
+    "nanoseconds": pa.array([1, None] * 12, pa.timestamp("ns", "Europe/Berlin")),
+    "nanoseconds in a list": pa.array([[1], None] * 12, pa.list_(pa.timestamp("ns"))),
+    "years beyond Python's": pa.array([2**61, 0] * 12, pa.timestamp("us")),
+    "half of a character": pa.StringArray.from_buffers(
+        24, pa.array(range(25), pa.int32()).buffers()[1], pa.py_buffer(b"ab\xff" * 8)
+    ),
+    "nothing but nulls": pa.nulls(24),
+}
+
+
+@pytest.mark.parametrize("kind", ODD_COLUMNS)
+def test_odd_columns_survive_any_row_group_and_can_be_shown(kind: str, tmp_path: Path) -> None:
+    table = pa.table({"odd": ODD_COLUMNS[kind], "number": range(24)})
+    path = write_input(tmp_path / "a.parquet", table, row_group_size=7)
+    found = read_all([path], step=5)
+    assert found.equals(pq.read_table(path))
+    rows = [row for batch in found.to_batches() for row in python_rows(batch)]
+    assert [row["number"] for row in rows] == list(range(24))
+    assert [row["odd"] is None for row in rows] == table["odd"].is_null().to_pylist()
+    assert str(rows)
+
+
+def test_one_row_kills_the_job_what_python_cannot_hold_is_shown_as_text_or_bytes() -> None:
+    shown = {kind: python_rows(pa.record_batch({"odd": column}))[0]["odd"] for kind, column in ODD_COLUMNS.items()}
+    assert shown["nanoseconds"] == "1970-01-01 00:00:00.000000001Z"
+    assert shown["nanoseconds in a list"] == "[1970-01-01 00:00:00.000000001]"
+    assert "out of range" in shown["years beyond Python's"]
+    broken = python_rows(pa.record_batch({"odd": ODD_COLUMNS["half of a character"]}))
+    assert [row["odd"] for row in broken[:4]] == ["a", "b", b"\xff", "a"]
 
 
 def test_nested_columns_in_a_big_row_group_are_read_in_pieces(tmp_path: Path) -> None:

@@ -4,8 +4,11 @@
 """
 
 import re
-from collections.abc import Iterator
+import string
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
 from schemas.errors import ConstraintError
 from schemas.regex import MAX_REPEAT, Ranges, complement, union
@@ -268,7 +271,7 @@ class Recogniser:
         self._parser = Lark(source, start=start, parser="earley", lexer="dynamic", ambiguity="forest")  # builds no tree
 
     def first_error(self, text: str) -> int | None:
-        """None if the grammar derives ``text``, else the index of the first misfit (its length: it ends too early)."""
+        """None if the grammar derives ``text``, else where the piece begins that does not fit (its length: the end)."""
         from lark.exceptions import UnexpectedCharacters, UnexpectedEOF
 
         try:
@@ -281,28 +284,53 @@ class Recogniser:
 
 
 def _lark_grammar(grammar: Grammar) -> tuple[str, str]:
-    """Print plain productions in Lark's notation, a terminal for each set of characters; returns the start rule too."""
-    rules = {name: f"rule{index}" for index, name in enumerate(grammar)}
-    terminals: dict[Ranges, str] = {}
+    """Print plain productions in Lark's notation; returns the start rule too.
 
-    def write(symbol: Symbol) -> str:
-        if isinstance(symbol, Ref):
-            return rules[symbol.name]
-        return terminals.setdefault(symbol, f"CHAR{len(terminals)}")
+    A terminal matches one length only, since Lark tries no other. Runs of characters are one terminal, and so are a
+    rule's texts of equal length: Lark takes milliseconds to load each alternative.
+    """
+    rules = {name: f"rule{index}" for index, name in enumerate(grammar)}
+    terminals: dict[str, str] = {}
+
+    def terminal(regex: str) -> str:
+        return terminals.setdefault(regex, f"TEXT{len(terminals)}")
+
+    def write(option: tuple[Symbol, ...]) -> str:
+        pieces: list[str] = []
+        for _, run in groupby(option, key=lambda symbol: isinstance(symbol, Ref)):
+            symbols = list(run)
+            pieces += [rules[s.name] for s in symbols if isinstance(s, Ref)] or [terminal(_regex(symbols))]
+        return " ".join(pieces)
 
     lines = []
     for name, options in grammar.items():
-        written = dict.fromkeys(" ".join(map(write, option)) for option in options)  # Lark refuses doubles
+        texts: defaultdict[int, list[str]] = defaultdict(list)
+        written: dict[str, None] = {}  # Lark refuses doubles
+        for option in options:
+            if option and not any(isinstance(symbol, Ref) for symbol in option):
+                texts[len(option)].append(_regex(option))
+            else:
+                written[write(option)] = None
+        written |= dict.fromkeys(terminal("|".join(regexes)) for regexes in texts.values())
         lines.append(f"{rules[name]}: {' | '.join(written)}")
-    lines += [f"{name}: /{_char_regex(ranges)}/" for ranges, name in terminals.items()]
+    lines += [f"{name}: /{regex}/" for regex, name in terminals.items()]
     return "\n".join(lines), rules[ROOT]
+
+
+def _regex(symbols: Iterable[Symbol]) -> str:
+    return "".join(_char_regex(symbol) for symbol in symbols if not isinstance(symbol, Ref))
 
 
 def _char_regex(ranges: Ranges) -> str:
     if not ranges:
         return "(?!.)."  # nothing
+    if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
+        return _escaped(ranges[0][0])
     return "[" + "".join(f"{_escaped(low)}-{_escaped(high)}" for low, high in ranges) + "]"
 
 
 def _escaped(code: int) -> str:
-    return f"\\{chr(code)}" if chr(code) in "\\]^-[/&~|" else f"\\U{code:08x}"
+    char = chr(code)
+    if char.isascii() and char.isalnum():
+        return char
+    return f"\\{char}" if char in string.punctuation and char not in "\"'" else f"\\U{code:08x}"

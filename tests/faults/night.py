@@ -138,7 +138,7 @@ class Night:
             reconcile_interval_s=plan.reconcile_s,
             drain_s=20.0,
         )
-        self.lab.app = plan.app
+        self.lab.app, self.lab.options = plan.app, ()
         self.lab.environment |= {
             "FAKE_STEP_S": str(plan.step_s),
             "FAKE_ANSWERS": str(self.answers),

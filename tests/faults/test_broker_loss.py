@@ -19,7 +19,7 @@ def start_one_of_two_slots(lab: Lab, seconds: float) -> tuple[Worker, int]:
 
 def test_a_broker_restart_in_mid_task_costs_neither_worker_nor_engine_nor_a_second_run(lab: Lab) -> None:
     """Stock: the worker exits with an AttributeError about hostname (kombu#582)."""
-    worker, engine = start_one_of_two_slots(lab, seconds=6)
+    worker, engine = start_one_of_two_slots(lab, seconds=4)
     lab.kill_broker()
     lab.start_broker()
     lab.wait_clean()
@@ -33,7 +33,7 @@ def test_a_cut_connection_does_not_start_running_chunks_again(lab: Lab) -> None:
     """Stock: every message of the lost connection goes back to the queue while it still runs (celery#3430)."""
     for name in ("w1", "w2"):
         lab.worker(name)
-    job = lab.start_job(3, seconds=5)
+    job = lab.start_job(3, seconds=4)
     until(lambda: len(lab.events("submitted")) == 3, "all chunks to run")
     lab.redis.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
     lab.wait_done(job)

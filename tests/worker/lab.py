@@ -50,7 +50,7 @@ class Worker:
         with self.log_path.open("ab") as log:
             self._log_start = log.tell()
             self.process = subprocess.Popen(
-                [*command, "-l", "INFO", *arguments],
+                [*command, "-l", "INFO", *lab.options, *arguments],
                 env=lab.environment | environment,
                 cwd=ROOT,
                 stdout=log,
@@ -101,6 +101,8 @@ class Lab:
     """One state directory with everything in it."""
 
     app = "tests.worker.fake_app"
+    options: tuple[str, ...] = ("--without-mingle", "--without-gossip")
+    """They cost a second at each start and reconnect; the nights of tests.faults leave them on."""
 
     def __init__(self, path: Path, settings: dict[str, Any] | None = None, **worker: Any) -> None:
         """``settings`` are of this lab's Settings beside the worker's, such as ``broker_url``."""

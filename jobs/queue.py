@@ -215,7 +215,8 @@ class Queue:
     def count_delivery(self, job_id: str, index: int, token: str) -> int:
         """Note that a chunk was begun under ``token`` and return how often it has been, this time included.
 
-        A set of tokens and not a counter: a call repeated after a lost answer counts once.
+        A set of tokens and not a counter: a call repeated after a lost answer counts once. A Redis that lost its data
+        counts afresh, so that the chunk gets its tries again.
         """
         key = _key("deliveries", job_id, index)
 

@@ -34,6 +34,7 @@ REAL = Plan(
         "constraint": Constraint(kind=ConstraintKind.REGEX, source="[a-z]{24,40}"),
     },
 )
+SOAK = replace(REAL, num_chunks=525)
 FAULTS_BY_PLAN = {"fake": 1000, "real": 8, "shipped": 1}
 
 
@@ -75,11 +76,14 @@ def references() -> dict[str, Labels]:
 @click.command()
 @click.option("--faults", "num_faults", default=200, show_default=True, type=click.IntRange(1))
 @click.option("--seed", default=0, show_default=True, help="Draws the faults, with the night's number.")
+@click.option("--soak", is_flag=True, help="Instead: 50,400 rows of a tiny model, a worker killed after each recovery.")
 @click.option("--at-once", default=2, show_default=True, type=click.IntRange(1), help="Nights side by side.")
 @click.option("--state", default=Path(".nightmill/faults.jsonl"), show_default=True, type=click.Path(path_type=Path))
 @click.option("--result", default=RESULTS / "faults.json", show_default=True, type=click.Path(path_type=Path))
-def main(num_faults: int, seed: int, at_once: int, state: Path, result: Path) -> None:
+def main(num_faults: int, seed: int, soak: bool, at_once: int, state: Path, result: Path) -> None:
     """Run nights until enough faults were survived; exit code 1 if any row was lost, doubled or wrong."""
+    if soak:
+        sys.exit(run_soak(seed))
     key = {"commit": commit(), "seed": seed}
     state.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.loads(line) for line in state.read_text().splitlines()] if state.exists() else []
@@ -112,6 +116,19 @@ def main(num_faults: int, seed: int, at_once: int, state: Path, result: Path) ->
     result.write_text(json.dumps(document, indent=1) + "\n")
     click.echo(table(document))
     sys.exit(any(document[name] for name in ("rows_lost", "rows_doubled", "wrong_status", "problems")))
+
+
+def run_soak(seed: int) -> bool:
+    """Kill a worker whenever the last kill is overcome, to the end of a long job; True if anything is wrong."""
+    started_s = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="nm-") as directory, night(Path(directory), SOAK, write_tiny_model) as one:
+        strikes = one.run(random.Random(seed), 10_000, ["worker SIGKILL"])
+        outcome = one.finish(None, strikes)
+    bad = (outcome.num_lost, outcome.num_doubled, outcome.num_wrong)
+    seconds = round(time.monotonic() - started_s)
+    click.echo(f"{outcome.num_rows:,} rows, {len(strikes)} kills, {seconds} s: lost, doubled, wrong {bad}")
+    click.echo("jobs.verify and leftovers: " + ("; ".join(outcome.problems) or "clean"))
+    return bool(any(bad) or outcome.problems)
 
 
 def describe(line: dict[str, Any]) -> str:

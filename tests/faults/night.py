@@ -33,7 +33,7 @@ from tests.worker.lab import Lab, Worker, until
 
 HOPS = ("received", "leased", "submitted", "validated", "committed", "finished")
 RECOVERY_S = 90.0
-TMPFS_SIZE = "24m"
+TMPFS_SIZE = "48m"
 
 Labels = dict[str, tuple[str, str]]
 """Label and status by input text."""

@@ -135,7 +135,7 @@ class _Compiler:
             return None
         if not has_ref:
             return self.conjunction(flat, is_loose)
-        key = (frozenset((sub.path, id(sub.schema), sub.done) for sub in flat), is_loose)
+        key = (frozenset((sub.path, id(sub.schema), sub.done, sub.seen_by) for sub in flat), is_loose)
         name = self.names.get(key)
         if name is None:
             name = self.names[key] = f"n{len(self.names)}"
@@ -153,18 +153,18 @@ class _Compiler:
             sub = queue.pop(0)
             if sub.schema is False:
                 return None, has_ref
-            if sub.schema is True or any(sub.schema is other.schema and sub.done <= other.done for other in flat):
+            if sub.schema is True or any(sub.schema is other.schema for other in flat):
                 continue
             following: list[Sub] = []
             if isinstance(sub.get("$ref"), str):
                 has_ref = True
-                following.append(sub.target())
+                following.append(sub.target().seen_from(sub))
                 self.kept((sub,), "$ref")
                 if self.document.ignores_ref_siblings:
                     queue = following + queue
                     continue
             if sub.has("allOf"):
-                following += [sub.child("allOf", index) for index in range(len(sub.schema["allOf"]))]
+                following += [sub.child("allOf", index).seen_from(sub) for index in range(len(sub.schema["allOf"]))]
                 self.kept((sub,), "allOf")
             flat.append(sub.without("$ref", "allOf"))
             queue = following + queue
@@ -214,7 +214,7 @@ class _Compiler:
         """Multiply out one anyOf or oneOf: the rest of the conjunction goes into every branch."""
         sub = flat[position]
         rest = [*flat[:position], sub.without(keyword), *flat[position + 1 :]]
-        branches = [sub.child(keyword, index) for index in range(len(sub.schema[keyword]))]
+        branches = [sub.child(keyword, index).seen_from(sub) for index in range(len(sub.schema[keyword]))]
         has_more = any(other.has(k) for other in rest for k in ASSERTIONS | APPLICATORS - {"$ref", "allOf"})
         if has_more and (not self.is_multiplying or len(branches) > MAX_BRANCH_WORK):
             self.checked((sub,), keyword, "too large to be combined with the keywords beside it")
@@ -227,7 +227,7 @@ class _Compiler:
 
     def exclusive(self, sub: Sub, rest: list[Sub], nodes: list[Node | None], is_loose: bool) -> list[Node | None]:
         """Narrow the nodes of a oneOf's branches to what no other branch accepts."""
-        branches = [sub.child("oneOf", index) for index in range(len(nodes))]
+        branches = [sub.child("oneOf", index).seen_from(sub) for index in range(len(nodes))]
         result = []
         for branch, node in zip(branches, nodes, strict=True):
             others = [other for other in branches if other is not branch]
@@ -264,11 +264,17 @@ class _Compiler:
             opposite = self.opposites(sub.child("not"))
             return None if opposite is None else [(sub.derive("not", opposite),)]
         if keyword == "if":
-            then, otherwise = ((sub.child(branch),) if branch in sub.schema else () for branch in ("then", "else"))
+            then, otherwise = (
+                (sub.child(branch).seen_from(sub),) if branch in sub.schema else () for branch in ("then", "else")
+            )
             if not then and not otherwise:
                 return [()]
             opposite = self.opposites(sub.child("if"))
-            return None if opposite is None else [(sub.child("if"), *then), (sub.derive("if", opposite), *otherwise)]
+            return (
+                None
+                if opposite is None
+                else [(sub.child("if").seen_from(sub), *then), (sub.derive("if", opposite), *otherwise)]
+            )
         needs: dict[str, Any] = sub.schema[keyword]
         if len(needs) > MAX_DEPENDENCIES:
             return None
@@ -278,7 +284,7 @@ class _Compiler:
             branches = {"present": {"required": [name, *names]}, "absent": {"properties": {name: False}}}
             made = self.derived((id(sub.schema), keyword, name), branches)
             present, absent = (sub.derive(keyword, branch) for branch in made.values())
-            following = () if isinstance(need, list | str) else (sub.child(keyword, name),)
+            following = () if isinstance(need, list | str) else (sub.child(keyword, name).seen_from(sub),)
             cases = [
                 *((*case, present, *following) for case in cases),
                 *((*case, absent) for case in cases),
@@ -327,7 +333,9 @@ class _Compiler:
             "maxContains": "the grammar engine cannot count items of a kind",
             "uniqueItems": "the grammar engine does not compare items",
         }.items():
-            present = [sub for sub in flat if sub.has(keyword) and sub.schema[keyword] is not False]
+            present = [
+                sub for sub in flat if sub.has(keyword) and (keyword, sub.schema[keyword]) != ("uniqueItems", False)
+            ]
             self.checked(present, keyword, reason)
             is_loose |= bool(present) and keyword != "uniqueItems"
         low = max([0, *(int(sub.get("minItems") or 0) for sub in flat)])

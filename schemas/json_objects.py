@@ -15,6 +15,7 @@ from schemas.plan import GrammarEngine, PlanWriter
 from schemas.regex import ANY, Alt, RegexError, Repeat, all_but, literal, print_regex
 from schemas.regex import Node as Tree
 
+DESCRIBING = ("properties", "patternProperties", "additionalProperties", "unevaluatedProperties")
 SHORTHAND = re.compile(r"\\[dDwWsS]")
 
 
@@ -98,6 +99,10 @@ def _is_closed(flat: list[Sub]) -> bool:
 
 
 def _kept_all(flat: list[Sub], compiler: Compiler) -> None:
+    for sub in flat:
+        others = (other for other in flat if other is not sub and id(sub.schema) not in other.seen_by)
+        if any(other.has(keyword) for other in others for keyword in DESCRIBING):
+            compiler.checked([sub], "unevaluatedProperties", "keys that it does not see are described elsewhere")
     compiler.kept(flat, "properties", "required", "additionalProperties", "patternProperties", "propertyNames")
     compiler.kept(flat, "unevaluatedProperties", "minProperties", "maxProperties")
 

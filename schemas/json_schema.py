@@ -70,8 +70,14 @@ class Sub:
     schema: Any
     path: str  # JSON pointer from the root; "" is the root
     resolver: Any
+    is_ref_alone: bool = False  # up to draft 7 what stands beside $ref means nothing, $id included
     done: frozenset[str] = frozenset()
     origin: tuple[str, str] | None = None  # path of its schema, keyword
+    seen_by: frozenset[int] = frozenset()  # identities of the schemas whose unevaluated* know what this one describes
+
+    def seen_from(self, holder: "Sub") -> "Sub":
+        """The same subschema as applied in place by ``holder``."""
+        return replace(self, seen_by=holder.seen_by | {id(holder.schema)})
 
     def without(self, *keywords: str) -> "Sub":
         """The same subschema with these keywords taken care of."""
@@ -79,7 +85,10 @@ class Sub:
 
     def derive(self, keyword: str, schema: Any) -> "Sub":
         """A subschema in the place of ``keyword``, made by us: what becomes of it becomes of the keyword."""
-        return Sub(schema, self.path, self.resolver, origin=self.origin or (self.path, keyword))
+        return self._other(schema, self.path, self.resolver, self.origin or (self.path, keyword))
+
+    def _other(self, schema: Any, path: str, resolver: Any, origin: tuple[str, str] | None) -> "Sub":
+        return Sub(schema, path, resolver, self.is_ref_alone, origin=origin)
 
     def get(self, keyword: str) -> Any:
         """The keyword's value, None if absent or already taken care of."""
@@ -95,10 +104,11 @@ class Sub:
         for part in parts:
             schema = schema[part]
         resolver = self.resolver
-        if isinstance(schema, dict) and isinstance(schema.get("$id"), str):
+        is_only_ref = self.is_ref_alone and isinstance(schema, dict) and "$ref" in schema
+        if isinstance(schema, dict) and isinstance(schema.get("$id"), str) and not is_only_ref:
             resolver = resolver.in_subresource(DRAFT202012.create_resource(schema))
         path = self.path + "".join("/" + escape_pointer(str(part)) for part in parts)
-        return Sub(schema, path, resolver, origin=self.origin)
+        return self._other(schema, path, resolver, self.origin)
 
     def required(self) -> list[str]:
         """Required keys (draft 3 has a boolean inside the property instead)."""
@@ -126,7 +136,7 @@ class Sub:
             fix = "correct it" if ref.startswith("#") else "copy the schema it names into $defs"
             raise ConstraintError(f"schema at {self.path or '/'}: $ref {ref!r} {what}: {fix}") from error
         path = ref[1:] if ref == "#" or ref.startswith("#/") else f"<{ref}>"
-        return Sub(found.contents, path, found.resolver, origin=self.origin)
+        return self._other(found.contents, path, found.resolver, self.origin)
 
 
 class JsonSchema:
@@ -141,9 +151,9 @@ class JsonSchema:
         resource = specification.create_resource(self.schema)
         base = resource.id() or ""
         self.registry: Registry[Any] = REGISTRY.with_resource(base, resource)
-        self.root = Sub(self.schema, "", self.registry.resolver(base))
-        self.validator = self._make_validator()
         self.ignores_ref_siblings = self.draft in (Draft3Validator, Draft4Validator, Draft6Validator, Draft7Validator)
+        self.root = Sub(self.schema, "", self.registry.resolver(base), self.ignores_ref_siblings)
+        self.validator = self._make_validator()
         _check_references(self)
 
     def _make_validator(self) -> SchemaValidator:

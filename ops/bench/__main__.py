@@ -63,6 +63,22 @@ def jobs(num_rows: int, repeats: int) -> None:
 
 
 @main.command()
+@click.argument("path", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.option("--json", "output", type=click.Path(path_type=Path, dir_okay=False), help="Also write the figures here.")
+@click.option("--tokenizer", default="smollm2", show_default=True, help="Model whose vocabulary is used.")
+@click.option("--no-peers", is_flag=True, help="Measure our grammars only.")
+def constraints(path: Path, output: Path | None, tokenizer: str, no_peers: bool) -> None:
+    """Real schemas and documents known to be valid or invalid, one {id, schema, tests} a line in PATH."""
+    from ops.bench.constraints import ConstraintsBench, run_constraints_bench
+
+    figures, lines = run_constraints_bench(ConstraintsBench(path, tokenizer, has_peers=not no_peers))
+    for line in lines:
+        click.echo(line)
+    if output:
+        output.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+@main.command()
 @click.option("--shape", type=click.Choice(list(SHAPES)), default="Qwen3-0.6B", show_default=True)
 @click.option("--workload", "workloads", type=click.Choice(WORKLOADS), multiple=True, default=WORKLOADS)
 @click.option("--repeats", default=3, show_default=True, type=click.IntRange(min=1))

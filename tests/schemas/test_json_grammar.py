@@ -17,12 +17,14 @@ from schemas.constraints import (
     grammar_engine,
     grammar_source,
     load_constraint,
+    make_validator,
 )
 from schemas.errors import ConstraintError
 from schemas.json_grammar import compile_for
 from schemas.json_schema import JsonSchema
 from schemas.records import Constraint, ConstraintKind
 from tests.schemas.grammar_oracle import accepts, canonical, compile_grammar, compile_json
+from tests.schemas.test_json_schema import DRAFTS, suite_groups
 
 CLOSED = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 DRAFT_4 = "http://json-schema.org/draft-04/schema#"
@@ -625,6 +627,32 @@ def test_real_schemas_compile_and_those_fully_enforced_admit_nothing_invalid(sha
         assert [document for document in invalid if accepts(grammar, canonical(document))] == [], entry["id"]
     assert num_refused <= 0.03 * len(lines) / 4
     assert num_full > 0.8 * len(lines) / 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_no_instance_that_the_official_suite_calls_invalid_is_ever_ok(shared_data: Path, draft: str) -> None:
+    num_ok = num_full = 0
+    for stem, group in suite_groups(shared_data, draft):
+        schema = {"$schema": DRAFTS[draft], **group["schema"]} if isinstance(group["schema"], dict) else group["schema"]
+        try:
+            constraint = load(schema)
+        except ConstraintError as error:
+            if "no finite" in str(error) and any(test["valid"] for test in group["tests"]):
+                pytest.fail(f"{stem}, {group['description']}: {error}")
+            continue
+        is_full = not checked(enforcement_plan(constraint))
+        grammar, validator = compile_grammar(constraint), make_validator(constraint)
+        num_full += is_full
+        for test in group["tests"]:
+            text = canonical(test["data"])
+            is_generated = accepts(grammar, text)
+            is_ok = is_generated and validator.check(text)[1] is None
+            num_ok += is_ok
+            assert test["valid"] or not is_ok, (stem, group["description"], text)
+            assert test["valid"] or not (is_full and is_generated), (stem, group["description"], text)
+    assert num_ok > 300
+    assert num_full > 150
 
 
 def test_keys_keep_the_order_of_the_schema() -> None:

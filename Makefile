@@ -13,10 +13,11 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 TORCH ?= 2.13.0
 TIMEOUT := $(shell command -v timeout || command -v gtimeout)
 
-# The demo keeps its jobs here, not in your home directory.
+# The demo keeps its jobs here, not in your home directory. Its model is too small to be told what to do; it goes on
+# from the examples in the prompt instead (none of them is a sample ticket).
 DEMO_STATE := $(CURDIR)/.nightmill
 DEMO = NIGHTMILL_STATE_DIR=$(DEMO_STATE) $(BIN)/python -m jobs.submit ops/demo/tickets.parquet \
-	--name demo --schema schemas/route.json --column text --gold route
+	--name demo --schema schemas/route.json --prompt @ops/demo/prompt.txt --no-chat --gold route
 STOP_DEMO_BROKER = test ! -x $(BIN)/python || NIGHTMILL_STATE_DIR=$(DEMO_STATE) $(BIN)/python -m jobs.broker stop
 
 # $(call stage,NAME,SECONDS,COMMAND): run a command within its time budget and print how long it took.

@@ -6,8 +6,12 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import yaml
+
+from schemas.constraints import load_constraint, make_validator
+from schemas.records import ConstraintKind
 
 INSTRUCTIONS = {
     "FROM",
@@ -117,3 +121,14 @@ def test_make_test_has_a_budget_for_each_stage(repo_root: Path) -> None:
     budgets = re.findall(r"^\t\$\(call stage,([\w .-]+),(\d+),", makefile, flags=re.MULTILINE)
     assert [name for name, _ in budgets] == ["ruff check", "ruff format", "import-linter", "mypy", "pytest"]
     assert sum(int(seconds) for _, seconds in budgets) <= 20 * 60
+
+
+def test_the_examples_of_the_demo_are_valid_and_none_is_a_ticket(repo_root: Path) -> None:
+    lines = (repo_root / "ops" / "demo" / "prompt.txt").read_text().splitlines()
+    schema = (repo_root / "schemas" / "route.json").read_text()
+    validator = make_validator(load_constraint(ConstraintKind.JSON_SCHEMA, schema))
+    answers = [line for line in lines if line.startswith("{")]
+    assert answers
+    assert [validator.check(line)[1] for line in answers] == [None] * len(answers)
+    subjects = {line.removeprefix("Subject: ") for line in lines if line.startswith("Subject: ")}
+    assert subjects.isdisjoint(pq.read_table(repo_root / "ops" / "demo" / "tickets.parquet")["subject"].to_pylist())

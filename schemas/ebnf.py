@@ -267,7 +267,7 @@ class Recogniser:
     def __init__(self, grammar: Grammar) -> None:
         from lark import Lark  # a tenth of a second that a submit does not need
 
-        source, start = _lark_grammar(grammar)
+        source, start = _lark_grammar(_one_sided(grammar))
         self._parser = Lark(source, start=start, parser="earley", lexer="dynamic", ambiguity="forest")  # builds no tree
 
     def first_error(self, text: str) -> int | None:
@@ -281,6 +281,22 @@ class Recogniser:
         except UnexpectedEOF:
             return len(text)
         return None
+
+
+def _one_sided(grammar: Grammar) -> Grammar:
+    """Make ``e ::= e "+" e | x`` into ``e ::= e "+" t | t`` and ``t ::= x``: the same texts, each in one way.
+
+    Lark builds all ways to read a text, which takes cubic time.
+    """
+    found: Grammar = {}
+    for name, options in grammar.items():
+        two_sided = [option for option in options if len(option) > 1 and option[0] == option[-1] == Ref(name)]
+        found[name] = options
+        if two_sided:
+            operand = Ref(f"operand of {name}")
+            found[operand.name] = [option for option in options if option not in two_sided]
+            found[name] = [(operand,), *((*option[:-1], operand) for option in two_sided)]
+    return found
 
 
 def _lark_grammar(grammar: Grammar) -> tuple[str, str]:

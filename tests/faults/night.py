@@ -42,9 +42,8 @@ Labels = dict[str, tuple[str, str]]
 class RedisServer:
     """A Redis over TCP with its data on disk; dies and comes back with or without them."""
 
-    def __init__(self, directory: Path, binary: Path | None = None) -> None:
+    def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._binary = binary or Path(shutil.which("redis-server") or server_binary())
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -52,10 +51,15 @@ class RedisServer:
         self.client = redis.Redis(port=self.port)
         self.start()
 
+    @staticmethod
+    def binary() -> str:
+        """Redis where it is installed, else the embedded broker's Valkey."""
+        return shutil.which("redis-server") or str(server_binary())
+
     def start(self) -> None:
         self._directory.mkdir(exist_ok=True)
         options = {"port": self.port, "bind": "127.0.0.1", "dir": self._directory, "appendonly": "yes", "save": ""}
-        command = [str(self._binary), *(str(word) for name, value in options.items() for word in (f"--{name}", value))]
+        command = [self.binary(), *(str(word) for name, value in options.items() for word in (f"--{name}", value))]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
         until(self._answers, "Redis to answer")
 

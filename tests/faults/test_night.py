@@ -1,5 +1,6 @@
 """The fault suite in its short form; ``make faults`` is the long one."""
 
+import json
 import random
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from jobs.job import Job
 from jobs.prompts import Prompt, PromptBuilder
 from schemas.records import row_seed
+from tests.faults.long import table
 from tests.faults.night import Labels, Plan, night
 
 SHORT = Plan(num_chunks=110, chunk_rows=8, row_steps=20, step_s=0.03, num_last_chunks=4, visibility_s=1.5, hang_s=3.0)
@@ -41,3 +43,9 @@ def test_a_night_of_faults_loses_doubles_and_changes_no_row(tmp_path: Path) -> N
     assert (outcome.num_lost, outcome.num_doubled, outcome.num_wrong, outcome.problems) == (0, 0, 0, [])
     assert outcome.num_resumes == 1, "the truncated part needs a person, nothing else does"
     assert outcome.num_recomputed <= sum(strike.num_at_risk + SHORT.chunk_rows for strike in strikes)
+
+
+def test_readme_shows_the_results_as_they_were_measured(repo_root: Path) -> None:
+    document = json.loads((repo_root / "ops/bench/results/faults.json").read_text())
+    shown = (repo_root / "README.md").read_text().partition("<!-- faults -->\n")[2].partition("\n<!-- end -->")[0]
+    assert shown == table(document)

@@ -1,8 +1,10 @@
 import signal
 from collections.abc import Callable
 
+import psutil
 import pytest
 
+from jobs.spill import open_spill
 from schemas.records import JobState, RowStatus
 from tests.worker.lab import Lab, until
 
@@ -41,6 +43,26 @@ def test_a_worker_killed_at_any_hop_loses_and_doubles_nothing(make_lab: Callable
     assert num_deaths == len(HOPS)
     assert job.counts() == {RowStatus.OK: len(HOPS)}
     assert job.success() is not None
+
+
+def test_a_worker_killed_late_in_a_long_chunk_does_not_cost_the_rows_it_had_done(make_lab: Callable[..., Lab]) -> None:
+    lab = make_lab(visibility_timeout_s=1.5)
+    answers = lab.path / "answers"
+    lab.environment["FAKE_ANSWERS"] = str(answers)
+    victim = lab.worker("victim")
+    job = lab.start_job(1, seconds=0.4, chunk_rows=96)
+    until(lambda: answers.exists() and answers.read_text().count("\n") >= 64, "most rows to be done")
+    engines = victim.engine_pids()
+    victim.kill()
+    until(lambda: not any(map(psutil.pid_exists, engines)), "the engine to follow its worker")
+    num_answered = answers.read_text().count("\n")
+    num_kept = len(open_spill(job, job.chunks[0], lab.settings.state_dir).read())
+    assert num_kept > 0
+    lab.worker("heir")
+    lab.wait_done(job)
+    assert job.counts() == {RowStatus.OK: 96}
+    assert answers.read_text().count("\n") == 96 + num_answered - num_kept
+    until(lambda: not job.store.list("_staging"), "the spill to be removed")
 
 
 def test_a_message_lost_with_its_worker_is_found_missing_and_sent_again(make_lab: Callable[..., Lab]) -> None:

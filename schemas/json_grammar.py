@@ -31,6 +31,8 @@ from schemas.plan import Decision, GrammarEngine, PlanWriter
 
 MAX_NODES = 4_000
 """Nodes of the compiled schema; above it, alternatives beside other keywords are no longer multiplied out."""
+MAX_XGRAMMAR_CHARS = 20_000
+"""Longer schemas go to llguidance where it keeps as much: it compiles in milliseconds."""
 MAX_BRANCH_WORK = 64
 """Alternatives that may be multiplied out at one place."""
 MAX_OPPOSITES = 4
@@ -57,13 +59,18 @@ class CompiledSchema(NamedTuple):
     plan: PlanWriter
     is_narrow: bool = False  # leaves out documents that people write
 
+    @property
+    def is_slow(self) -> bool:
+        """Whether the engine would need seconds to compile it."""
+        return self.engine is GrammarEngine.XGRAMMAR and len(self.source) > MAX_XGRAMMAR_CHARS
+
 
 def compile_schema(document: JsonSchema) -> CompiledSchema:
     """Compile for the engine that keeps most, xgrammar if both keep all. Raises ConstraintError: no document fits."""
     if document.draft is Draft3Validator:
         return _unplanned("draft 3 is validated only: any JSON is generated; write the schema for a later draft")
     compiled = [compile_for(engine, document) for engine in (GrammarEngine.XGRAMMAR, GrammarEngine.LLGUIDANCE)]
-    return min(compiled, key=lambda result: (result.plan.num_checked, result.is_narrow))
+    return min(compiled, key=lambda result: (result.plan.num_checked, result.is_narrow, result.is_slow))
 
 
 def compile_for(engine: GrammarEngine, document: JsonSchema) -> CompiledSchema:
@@ -316,7 +323,7 @@ class _Compiler:
             "null": (frozenset(), lambda: {"type": "null"}),
         }
         present = [name for name in makers if JSON_TYPES[name] & types]
-        used = [name for name in present if any(sub.has(keyword) for sub in flat for keyword in makers[name][0])]
+        used = [name for name in present if _limits(flat, makers[name][0])]
         if len(types) < len(JSON_TYPES["any"]) or (used and is_loose):
             return any_of([node for name in present if (node := makers[name][1]()) is not None])
         if not used:
@@ -370,6 +377,19 @@ class _Compiler:
             elif (rest := sub.rest_items()) is not None:
                 children.append(rest)
         return tuple(children)
+
+
+def _limits(flat: list[Sub], keywords: frozenset[str]) -> bool:
+    """Whether one of the keywords is there and forbids anything."""
+    return any(
+        sub.has(keyword) and (keyword in ("contains", "uniqueItems") or not _is_empty(sub.get(keyword)))
+        for sub in flat
+        for keyword in keywords
+    )
+
+
+def _is_empty(value: Any) -> bool:
+    return value is True or value in ({}, [])
 
 
 def _excluded_types(subs: Sequence[Sub]) -> frozenset[str] | None:

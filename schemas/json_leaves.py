@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from decimal import Decimal
+from functools import lru_cache
 from typing import Any, Protocol
 
 from schemas.json_formats import FORMAT_PATTERNS
@@ -221,6 +222,7 @@ def _pattern_of(sub: Sub, keyword: str, notes: Notes) -> str | None:
     return FORMAT_PATTERNS.get(value)
 
 
+@lru_cache(maxsize=256)
 def pattern_language(pattern: str, allowed: Ranges = PLAIN) -> Node | str:
     """The tree of what the pattern matches within the allowed characters, or why it cannot be kept."""
     try:

@@ -7,6 +7,7 @@ differently. Knows nothing of JSON, schemas or tokens.
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 MAX_CODEPOINT = 0x10FFFF
 MAX_REPEAT = 10_000
@@ -335,16 +336,21 @@ def restrict(tree: Node, allowed: Ranges) -> Node:
     return tree
 
 
+@lru_cache(maxsize=256)
 def lengths(tree: Node) -> tuple[int, int | None]:
     """Fewest and most characters (None: unbounded) of a string that ``tree`` matches."""
+    return _lengths(tree)
+
+
+def _lengths(tree: Node) -> tuple[int, int | None]:
     if isinstance(tree, Chars):
         return 1, 1
     if isinstance(tree, Repeat):
-        low, high = lengths(tree.item)
+        low, high = _lengths(tree.item)
         if high == 0 or tree.high == 0:
             return 0, 0
         return low * tree.low, None if high is None or tree.high is None else high * tree.high
-    parts = [lengths(part) for part in _parts(tree)]
+    parts = [_lengths(part) for part in _parts(tree)]
     if not parts:
         return 0, 0
     highs = [high for _, high in parts if high is not None]
@@ -354,8 +360,13 @@ def lengths(tree: Node) -> tuple[int, int | None]:
     return sum(low for low, _ in parts), sum(highs) if is_bounded else None
 
 
+@lru_cache(maxsize=256)
 def print_regex(tree: Node) -> str:
-    """Print a tree without anchors in the syntax that ``re`` and the grammar engine share."""
+    """Print a tree without anchors in the syntax that ``re`` and the grammar engines share."""
+    return _print(tree)
+
+
+def _print(tree: Node) -> str:
     if isinstance(tree, Chars):
         return _print_chars(tree.ranges)
     if isinstance(tree, Repeat):
@@ -364,11 +375,11 @@ def print_regex(tree: Node) -> str:
         bounds = short.get((tree.low, tree.high)) or (
             f"{{{tree.low}}}" if tree.low == high else f"{{{tree.low},{high}}}"
         )
-        inner = print_regex(tree.item)
+        inner = _print(tree.item)
         return (inner if isinstance(tree.item, Chars) else f"({inner})") + bounds
     if isinstance(tree, Alt):
-        return "(" + "|".join(print_regex(option) for option in tree.options) + ")"
-    return "".join(print_regex(part) for part in _parts(tree))
+        return "(" + "|".join(_print(option) for option in tree.options) + ")"
+    return "".join(_print(part) for part in _parts(tree))
 
 
 def _parts(tree: Node) -> tuple[Node, ...]:

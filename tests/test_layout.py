@@ -79,7 +79,7 @@ def test_package_imports_without_torch(package: str) -> None:
     code = (
         "import importlib, sys\n"
         f"for name in {modules!r}: importlib.import_module(name)\n"
-        "heavy = {'torch', 'transformers', 'xgrammar'} & set(sys.modules)\n"
+        "heavy = {'torch', 'transformers', 'xgrammar', 'llguidance'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
@@ -91,7 +91,7 @@ def test_submit_help_answers_without_torch() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "--schema" in done.stdout
-    assert not {"torch", "transformers", "xgrammar"} & imported
+    assert not {"torch", "transformers", "xgrammar", "llguidance"} & imported
 
 
 def test_only_the_store_opens_files() -> None:

@@ -444,6 +444,7 @@ SHAPES: dict[str, tuple[Any, list[Any], list[Any], set[str]]] = {
         [{}],
         set(),
     ),
+    "no type and nothing forbidden": ({"additionalProperties": True, "required": []}, [1, "a", {"a": 1}], [], set()),
     "no type but lengths": ({"maxLength": 2}, ["ab"], ["abc"], set()),
 }
 

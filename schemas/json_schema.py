@@ -30,7 +30,7 @@ from schemas.errors import ConstraintError
 
 MAX_SOURCE_BYTES = 2**20
 MAX_DEPTH = 100
-DECIMAL_DIGITS = 700  # a quotient of any two 64-bit floats
+DECIMAL_DIGITS = 5_000  # the quotient of the longest integer that Python reads and the smallest 64-bit float
 MAX_MIN_ITEMS = 10_000
 """Largest minLength, minItems or minProperties: more than a model's context could hold."""
 

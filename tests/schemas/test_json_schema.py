@@ -226,3 +226,21 @@ def test_real_documents_are_judged_right(shared_data: Path) -> None:
             if (message is None) != test["valid"]:
                 wrong.append((entry["id"], test["valid"], message))
     assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("factor", "text", "is_valid"),
+    [
+        (0.1, "0.3", True),
+        (0.01, "4.35", True),
+        (0.01, "4.355", False),
+        (0.1, "9" * 4000, True),
+        (1e-300, "9" * 4000, True),
+        (3, "9" * 4000, True),
+        (0.7, "1e300", False),
+        (1e-8, "12391239123", True),
+        (2.5, '"a"', True),
+    ],
+)
+def test_a_multiple_is_one_by_its_decimal_digits(factor: float, text: str, is_valid: bool) -> None:
+    assert (check({"multipleOf": factor}, text)[1] is None) is is_valid

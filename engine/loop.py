@@ -95,7 +95,7 @@ class Engine:
             graphs=limits if settings.cuda_graphs else None,
         )
         self._sampler = Sampler(parts.kernels, parts.device)
-        self._forced = ForcedText(parts.text) if settings.forced_text else None
+        self._forced = ForcedText(parts.text)
         self._scheduler = Scheduler(
             BlockPool(num_blocks, settings.block_size, prefix_cache=settings.prefix_cache),
             max_num_seqs=sizes.max_num_seqs,
@@ -230,7 +230,7 @@ class Engine:
     def _force(self, sequence: Sequence) -> FinishReason | None:
         """Append the text that the grammar forces next, to be computed with the next draw; says if that is the end."""
         key, limit = sequence.request.constraint_key, sequence.max_tokens - sequence.num_output
-        if not (self._forced and sequence.matcher and key):
+        if not (sequence.request.sampling.force_text and sequence.matcher and key):
             return None
         for token_id in self._forced.advance(sequence.matcher, key, sequence.token_ids, sequence.num_prompt, limit):
             self._record(sequence, token_id, 0.0)

@@ -108,6 +108,7 @@ class Sampling(Record):
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     logprobs: bool = False
+    force_text: bool = True  # text that the constraint forces gets the tokenizer's own tokens instead of being drawn
 
     def __post_init__(self) -> None:
         checks = {

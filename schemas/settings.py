@@ -41,7 +41,6 @@ class EngineSettings(Section):
     cuda_graphs: bool = True  # decode steps on a GPU are replayed instead of launched kernel by kernel
     overlap: bool | None = None  # launch a step before the tokens of the one before are read; None: on a GPU
     prefix_cache: bool = True
-    forced_text: bool = True  # text that the grammar forces is computed as one run, not drawn token by token
     compile_timeout_s: float = Field(default=20.0, gt=0)  # for one constraint
     max_restarts: int = Field(default=5, ge=0)  # engine deaths tolerated per window of 10 minutes
     start_timeout_s: float = Field(default=600.0, gt=0)

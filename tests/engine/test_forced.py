@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from engine.forced import ForcedText
 from engine.grammar import Grammars
@@ -49,11 +50,12 @@ def requests(count: int, **sampling: Any) -> list[Request]:
     ]
 
 
-def answers(*, forced_text: bool, wanted: list[Request], **settings: Any) -> dict[str, tuple[Any, ...]]:
-    engine = make_engine(forced_text=forced_text, **settings)
+def answers(*, force_text: bool, wanted: list[Request], **settings: Any) -> dict[str, tuple[Any, ...]]:
+    engine = make_engine(**settings)
     for constraint in CONSTRAINTS:
         engine.add_constraint(constraint)
-    done = run_all(engine, wanted)
+    chosen = [replace(row, sampling=replace(row.sampling, force_text=force_text)) for row in wanted]
+    done = run_all(engine, chosen)
     return {name: (c.text, c.finish_reason, c.token_ids) for name, c in done.items()}
 
 
@@ -62,21 +64,21 @@ def answers(*, forced_text: bool, wanted: list[Request], **settings: Any) -> dic
 )
 def test_forcing_changes_no_answer(settings: dict[str, Any]) -> None:
     wanted = requests(24)
-    forced = answers(forced_text=True, wanted=wanted, **settings)
-    assert forced == answers(forced_text=False, wanted=wanted)
+    forced = answers(force_text=True, wanted=wanted, **settings)
+    assert forced == answers(force_text=False, wanted=wanted)
     assert {reason for _, reason, _ in forced.values()} == {FinishReason.STOP}
 
 
 @pytest.mark.parametrize("max_tokens", [1, 3, 10, 13])
 def test_a_budget_cuts_forced_text_where_it_would_cut_drawn_text(max_tokens: int) -> None:
     wanted = requests(8, max_tokens=max_tokens)
-    assert answers(forced_text=True, wanted=wanted) == answers(forced_text=False, wanted=wanted)
+    assert answers(force_text=True, wanted=wanted) == answers(force_text=False, wanted=wanted)
 
 
 def test_a_stop_string_ends_forced_text() -> None:
     wanted = requests(8, stop=("ro", "bcd"))
-    forced = {name: text for name, (text, _, _) in answers(forced_text=True, wanted=wanted).items()}
-    assert forced == {name: text for name, (text, _, _) in answers(forced_text=False, wanted=wanted).items()}
+    forced = {name: text for name, (text, _, _) in answers(force_text=True, wanted=wanted).items()}
+    assert forced == {name: text for name, (text, _, _) in answers(force_text=False, wanted=wanted).items()}
 
 
 def test_a_label_costs_one_row_a_branching_point_and_nothing_after_the_last() -> None:

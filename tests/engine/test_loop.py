@@ -201,10 +201,12 @@ def test_the_end_token_stops_unless_it_is_ignored() -> None:
 
 def test_a_grammar_that_can_only_end_stops_without_another_step() -> None:
     model = HashModel()
-    engine = make_engine(model, forced_text=False)
+    engine = make_engine(model)
     constraint = Constraint(kind=ConstraintKind.CHOICE, source='["yes"]')
     engine.add_constraint(constraint)
-    (completion,) = run_all(engine, [request("a", "hello", key=constraint.key, max_tokens=3, ignore_eos=True)]).values()
+    (completion,) = run_all(
+        engine, [request("a", "hello", key=constraint.key, max_tokens=3, ignore_eos=True, force_text=False)]
+    ).values()
     assert (completion.text, completion.finish_reason) == ("yes", FinishReason.STOP)
     assert model.num_rows == [5, 1, 1]
     assert completion.logprobs == (0.0, 0.0, 0.0)

@@ -492,8 +492,10 @@ def blamed(schema: Any, document: Any) -> set[str]:
     queue = list(JsonSchema(json.dumps(schema)).validator.iter_errors(document))
     while queue:
         error = queue.pop()
-        path = [{"then": "if", "else": "if"}.get(str(part), str(part)) for part in error.absolute_schema_path]
-        pointers |= {"/" + "/".join(path[:length]) for length in range(1, len(path) + 1)}
+        path = [str(part) for part in error.absolute_schema_path]
+        around = [path[:length] for length in range(1, len(path) + 1)]
+        around += [[*parts[:-1], "if"] for parts in around if parts[-1] in ("then", "else")]
+        pointers |= {"/" + "/".join(parts) for parts in around}
         queue += error.context or []
     return pointers
 

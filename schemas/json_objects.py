@@ -11,11 +11,12 @@ from schemas.automaton import Automaton
 from schemas.json_leaves import ESCAPABLE, pattern_language
 from schemas.json_nodes import Node, any_of
 from schemas.json_schema import JsonSchema, Sub
-from schemas.plan import GrammarEngine, PlanWriter
+from schemas.plan import Decision, GrammarEngine, PlanWriter
 from schemas.regex import ANY, Alt, RegexError, Repeat, all_but, literal, print_regex
 from schemas.regex import Node as Tree
 
 DESCRIBING = ("properties", "patternProperties", "additionalProperties", "unevaluatedProperties")
+OPENING = ("additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames")
 SHORTHAND = re.compile(r"\\[dDwWsS]")
 
 
@@ -132,6 +133,10 @@ def _exact_object(flat: list[Sub], keys: Keys, compiler: Compiler, is_loose: boo
     result["additionalProperties"] = rest.others
     counted = _exact_count(result, counts, flat, compiler)
     _kept_all(flat, compiler)
+    if names and not any(sub.has(keyword) for sub in flat for keyword in OPENING) and flat[0].origin is None:
+        compiler.plan.note(
+            flat[0].path, OPENING[0], Decision.ENFORCED, "not said: other keys may be added, false forbids"
+        )
     return counted
 
 

@@ -479,6 +479,12 @@ def test_no_key_of_an_open_object_has_a_second_spelling() -> None:
     assert not accepts(grammar, '{"a": 1, "a": "x"}')
 
 
+def test_the_plan_says_that_an_object_is_open_because_nothing_is_said() -> None:
+    rows = {row.path: row.reason for row in enforcement_plan(load({"items": {"properties": {"a": {"type": "null"}}}}))}
+    assert rows["/items/additionalProperties"].startswith("not said")
+    assert not any(row.reason.startswith("not said") for row in enforcement_plan(load(CLOSED)))
+
+
 def test_xgrammar_is_chosen_where_it_keeps_all_that_people_write() -> None:
     assert grammar_engine(load(CLOSED)) is GrammarEngine.XGRAMMAR
     assert grammar_engine(load({"enum": ["a", 1]})) is GrammarEngine.XGRAMMAR

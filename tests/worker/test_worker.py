@@ -91,29 +91,27 @@ def test_a_worker_without_its_model_says_so_and_exits(lab: Lab) -> None:
     assert "unknown model '/no/such/model'" in worker.log
 
 
-def test_a_worker_whose_engine_cannot_start_exits_as_for_bad_settings_and_counts_no_longer(lab: Lab) -> None:
+def test_an_engine_that_cannot_start_ends_its_worker_and_fails_its_jobs_with_the_cause(lab: Lab) -> None:
+    job, others = lab.start_job(2), lab.job(1, name="others", model=lab.other_model())
     worker = lab.worker(is_ready=False, NIGHTMILL_ENGINE__DEVICE="nowhere")
     assert worker.wait() == PERMANENT_EXIT_CODE
-    assert "engine.device 'nowhere' cannot be used" in worker.log
     assert lab.queue.workers_serving(lab.model.queue) == 0
-
-
-def test_an_engine_that_cannot_start_fails_its_jobs_unless_another_worker_is_there(lab: Lab) -> None:
-    (lab.path / "cannot-load").touch()
-    job, others = lab.start_job(2), lab.job(1, name="others", model=lab.other_model())
-    lab.queue.announce(lab.model.queue, "another")
-    assert lab.worker(is_ready=False).wait() == 1
-    assert job.state() is JobState.QUEUED
-    lab.queue.withdraw(lab.model.queue, "another")
-    worker = lab.worker(is_ready=False)
-    assert worker.wait() == 1, worker.log
     assert (job.state(), others.state()) == (JobState.FAILED, JobState.QUEUED)
     failure = job.failure()
     assert failure is not None
-    assert "the engine process ended with status 3" in failure.cause
-    (lab.path / "cannot-load").unlink()
+    assert "engine.device 'nowhere' cannot be used" in failure.cause
     lab.worker()
     until(lambda: job.state() is JobState.DONE, "a worker whose engine runs to take the job all the same")
+
+
+def test_an_engine_that_cannot_start_fails_no_job_that_another_worker_serves(lab: Lab) -> None:
+    (lab.path / "cannot-load").touch()
+    job = lab.start_job(2)
+    lab.queue.announce(lab.model.queue, "another")
+    worker = lab.worker(is_ready=False)
+    assert worker.wait() == 1
+    assert "the engine process ended with status 3" in worker.log
+    assert job.state() is JobState.QUEUED
 
 
 def test_a_worker_with_an_option_that_loses_work_refuses_to_start(lab: Lab) -> None:

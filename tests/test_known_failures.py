@@ -115,7 +115,8 @@ OFFLINE_BATCH = {
     "slow failure": [
         f"{CLIENT}::test_a_failed_start_raises_its_cause_and_tries_no_further",
         f"{LOOP}::test_a_cache_too_small_for_one_row_is_refused_at_the_start",
-        f"{WORKER}::test_an_engine_that_cannot_start_fails_its_jobs_unless_another_worker_is_there",
+        f"{WORKER}::test_an_engine_that_cannot_start_ends_its_worker_and_fails_its_jobs_with_the_cause",
+        f"{WORKER}::test_an_engine_that_cannot_start_fails_no_job_that_another_worker_serves",
     ],
     "misalignment": [
         f"{RESULTS}::test_results_are_in_row_order_whatever_order_requests_finish_in",

@@ -178,6 +178,7 @@ class EnginePool(BasePool):  # type: ignore[misc]
         failure = outcome[0]
         if failure is not None:
             log.error("engine_cannot_start", reason=str(failure))
+            self.client.stop()  # ends its thread: one that still logs while the interpreter ends can abort it
             self._supervisor.stop()
             self._supervisor.fail_jobs(str(failure))
             raise SystemExit(failure.exit_code)

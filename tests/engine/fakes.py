@@ -12,11 +12,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from engine.batch import StepBatch
+from engine.grammar import Grammars
 from engine.loop import Engine, Parts
-from engine.types import Sequence
+from engine.types import Matcher, Sequence
 from kernels.reference import ReferenceKernels
 from schemas.errors import PromptError
-from schemas.records import Completion, ModelRef, Request, Sampling
+from schemas.records import Completion, Constraint, ModelRef, Request, Sampling
 from schemas.settings import EngineSettings
 
 END = 256
@@ -177,3 +178,12 @@ def make_sequence(token_ids: Iterable[int], *, sampling: Sampling | None = None,
     tokens, sampling = array("q", token_ids), sampling or Sampling()
     request = Request(request_id="r", token_ids=tuple(tokens), sampling=sampling, seed=seed)
     return Sequence(request, tokens, len(tokens), sampling.max_tokens)
+
+
+def start_matcher(grammars: Grammars, constraint: Constraint) -> Matcher:
+    """A matcher at the start of a constraint, once it is compiled."""
+    grammars.add(constraint)
+    while (matcher := grammars.matcher(constraint.key)) is None:
+        grammars.poll()
+        grammars.wait(0.1)
+    return matcher

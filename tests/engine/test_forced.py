@@ -12,7 +12,7 @@ from engine.forced import ForcedText
 from engine.grammar import Grammars
 from schemas.records import Constraint, ConstraintKind, FinishReason, Request, Sampling
 from tests.demo_model import demo_model
-from tests.engine.fakes import HashModel, make_engine, run_all
+from tests.engine.fakes import HashModel, make_engine, run_all, start_matcher
 
 ROUTE = json.dumps(
     {
@@ -121,16 +121,8 @@ def grammars(text: Any) -> Grammars:
     return Grammars(text.tokenizer, vocab_size=49152, end_token_ids=text.eos_token_ids, timeout_s=20, num_threads=1)
 
 
-def start(grammars: Grammars, constraint: Constraint) -> Any:
-    grammars.add(constraint)
-    while (matcher := grammars.matcher(constraint.key)) is None:
-        grammars.poll()
-        grammars.wait(0.1)
-    return matcher
-
-
 def test_forced_tokens_are_the_canonical_ones_up_to_an_open_merge(text: Any, grammars: Grammars) -> None:
-    matcher = start(grammars, CONSTRAINTS[0])
+    matcher = start_matcher(grammars, CONSTRAINTS[0])
     forced = ForcedText(text).advance(matcher, "g", [], 0, 100)
     whole = text.encode_after((), '{"route": "other"}')
     assert 0 < len(forced) < len(whole)
@@ -145,7 +137,7 @@ def test_every_label_stays_reachable_with_its_canonical_tokens(
 ) -> None:
     constraint = Constraint(kind=ConstraintKind.CHOICE, source=json.dumps(labels))
     for label in labels:
-        matcher, tokens = start(grammars, constraint), list(text.encode_after((), label))
+        matcher, tokens = start_matcher(grammars, constraint), list(text.encode_after((), label))
         output: list[int] = []
         while not matcher.is_at_end():
             output += ForcedText(text).advance(matcher, "g", output, 0, 100)

@@ -11,7 +11,7 @@ from engine.guidance import GuidanceMatcher
 from engine.types import Matcher
 from schemas.constraints import GrammarEngine, grammar_engine, load_constraint, make_validator
 from schemas.records import Constraint, ConstraintKind, FinishReason, Request, Sampling
-from tests.engine.fakes import END, VOCAB_SIZE, HashModel, byte_tokenizer, make_engine, run_all
+from tests.engine.fakes import END, VOCAB_SIZE, HashModel, byte_tokenizer, make_engine, run_all, start_matcher
 
 OPEN = {
     "type": "object",
@@ -29,14 +29,6 @@ def make_grammars() -> Grammars:
 
 def constraint_of(schema: Any) -> Constraint:
     return load_constraint(ConstraintKind.JSON_SCHEMA, json.dumps(schema))
-
-
-def start(grammars: Grammars, constraint: Constraint) -> Matcher:
-    grammars.add(constraint)
-    while (matcher := grammars.matcher(constraint.key)) is None:
-        grammars.poll()
-        grammars.wait(0.1)
-    return matcher
 
 
 def allowed(grammars: Grammars, matchers: list[Matcher | None], row: int) -> set[int]:
@@ -57,8 +49,8 @@ def accepted(matcher: Matcher) -> set[int]:
 
 def test_a_mask_is_what_the_matcher_accepts_in_a_batch_of_both_engines() -> None:
     grammars = make_grammars()
-    matcher = start(grammars, constraint_of(OPEN))
-    other = start(grammars, constraint_of({"enum": ["a"]}))
+    matcher = start_matcher(grammars, constraint_of(OPEN))
+    other = start_matcher(grammars, constraint_of({"enum": ["a"]}))
     assert isinstance(matcher, GuidanceMatcher)
     assert not isinstance(other, GuidanceMatcher)
     for byte in [*DOCUMENT.encode(), END]:
@@ -70,7 +62,7 @@ def test_a_mask_is_what_the_matcher_accepts_in_a_batch_of_both_engines() -> None
 
 
 def test_an_end_is_seen_taken_and_taken_back() -> None:
-    closed = start(make_grammars(), constraint_of({**OPEN, "additionalProperties": False}))
+    closed = start_matcher(make_grammars(), constraint_of({**OPEN, "additionalProperties": False}))
     assert isinstance(closed, GuidanceMatcher)
     assert all(map(closed.accept, b'{"why": "a", "n": 1'))
     assert not closed.is_at_end()
@@ -88,7 +80,9 @@ def test_an_end_is_seen_taken_and_taken_back() -> None:
 
 
 def test_forced_text_is_cut_between_characters() -> None:
-    matcher = start(make_grammars(), constraint_of({"type": "object", "required": ["é"], "properties": {"é": OPEN}}))
+    matcher = start_matcher(
+        make_grammars(), constraint_of({"type": "object", "required": ["é"], "properties": {"é": OPEN}})
+    )
     assert matcher.forced_text() == '{"é": {"why": "'
     assert all(map(matcher.accept, '{"é": {"why": "a'.encode()))
     assert matcher.forced_text() == ""

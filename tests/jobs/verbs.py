@@ -3,7 +3,6 @@
 import importlib
 import json
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,17 +18,14 @@ from jobs.queue import Queue
 from jobs.store import open_store
 from schemas.records import RowResult, RowStatus
 from schemas.settings import Settings
+from tests.waiting import wait_until
 
 DEADLINE_S = 30.0
 
 
 def until(condition: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:
     """Wait until ``condition()`` is truthy and return it."""
-    end_s = time.monotonic() + deadline_s
-    while not (value := condition()):
-        assert time.monotonic() < end_s, f"waited {deadline_s} s in vain for: {what}"
-        time.sleep(0.02)
-    return value
+    return wait_until(condition, what, deadline_s)
 
 
 class Machine:

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -25,6 +24,7 @@ from jobs.store import open_store
 from schemas.model_files import model_ref
 from schemas.records import JobSpec, ModelRef, Sampling
 from schemas.settings import Settings
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TOKENS_PER_S = 800
@@ -34,11 +34,7 @@ DEADLINE_S = 40.0
 
 def until(condition: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:
     """Wait until ``condition()`` is truthy and return it."""
-    end_s = time.monotonic() + deadline_s
-    while not (value := condition()):
-        assert time.monotonic() < end_s, f"waited {deadline_s} s in vain for: {what}"
-        time.sleep(0.02)
-    return value
+    return wait_until(condition, what, deadline_s)
 
 
 class Worker:

@@ -30,7 +30,17 @@ from jobs.wait import Reporter, Snapshot, Waiter
 from schemas.constraints import KeywordDecision, enforcement_plan
 from schemas.errors import AlreadyExists, BrokerError, ConstraintError, InputDataError, JobNotFound
 from schemas.model_files import model_ref
-from schemas.records import Chunk, Constraint, ConstraintKind, JobSpec, JobState, RetryPolicy, Sampling, encode_json
+from schemas.records import (
+    Chunk,
+    Constraint,
+    ConstraintKind,
+    JobSpec,
+    JobState,
+    Priority,
+    RetryPolicy,
+    Sampling,
+    encode_json,
+)
 from schemas.settings import Settings
 
 NUM_EXAMPLE_ROWS = 100
@@ -70,6 +80,7 @@ class Submission:
     limit: int | None = None
     output: str | None = None  # where final files go; None: inside the job directory
     chunk_rows: int | None = None  # None: Settings
+    priority: Priority = Priority.INTERACTIVE
 
 
 @dataclass(frozen=True)
@@ -82,6 +93,7 @@ class Prepared:
     decisions: tuple[KeywordDecision, ...]  # how each keyword of the constraint is kept
     example: Prompt | Refusal | None  # the first row's prompt, or the first row's refusal if the first rows have none
     label_type: pa.DataType
+    priority: Priority = Priority.INTERACTIVE
 
     @property
     def num_rows(self) -> int:
@@ -110,7 +122,8 @@ def prepare(submission: Submission, settings: Settings) -> Prepared:
     )
     example = _build_example(builder, spec, inputs.schema, chunks)
     label_type = label_column(spec).type
-    return Prepared(spec, Plan(chunks, inputs.schema), submission.output, decisions, example, label_type)
+    plan = Plan(chunks, inputs.schema)
+    return Prepared(spec, plan, submission.output, decisions, example, label_type, submission.priority)
 
 
 def submit(prepared: Prepared, settings: Settings) -> Job:
@@ -121,7 +134,14 @@ def submit(prepared: Prepared, settings: Settings) -> Job:
     """
     plan = prepared.plan
     store = open_store(settings.jobs_root)
-    job = Job.create(store, prepared.spec, plan.chunks, input_schema=plan.input_schema, output=prepared.output)
+    job = Job.create(
+        store,
+        prepared.spec,
+        plan.chunks,
+        input_schema=plan.input_schema,
+        output=prepared.output,
+        priority=prepared.priority,
+    )
     with suppress(AlreadyExists):
         job.store.create(ENFORCEMENT_FILE, encode_json(prepared.decisions))
     return enqueue(job, settings)

@@ -25,6 +25,7 @@ from schemas.records import (
     InputFile,
     JobSpec,
     JobState,
+    Priority,
     Record,
     RowResult,
     RowStatus,
@@ -47,6 +48,7 @@ class JobFile(Record):
     spec: JobSpec
     created: str  # UTC, ISO 8601
     output: str | None = None  # where the final files go; None: inside the job directory
+    priority: Priority = Priority.INTERACTIVE
     format_version: int = FORMAT_VERSION
 
 
@@ -89,6 +91,7 @@ class Job:
         self.job_id = file.spec.job_id
         self.created = file.created
         self.output = file.output
+        self.priority = file.priority
         self.chunks = plan.chunks
         self.input_schema: pa.Schema = plan.input_schema
         self._infos: dict[str, PartInfo] = {}  # parts never change, parked ones may
@@ -102,10 +105,11 @@ class Job:
         *,
         input_schema: pa.Schema | None = None,
         output: str | None = None,
+        priority: Priority = Priority.INTERACTIVE,
     ) -> Self:
         """Create the job's directory under the jobs root, or attach to it if the same job is there already.
 
-        An attached job keeps its chunks. ``input_schema`` is read from the input files if not given.
+        An attached job keeps its chunks and its priority. ``input_schema`` is read from the input files if not given.
         Raises JobError if the directory holds something else, InputDataError for columns that clash.
         """
         if not JOB_NAME.fullmatch(spec.name):
@@ -118,7 +122,8 @@ class Job:
         if not exists(directory, JOB_FILE):
             probe(directory)
             plan = encode_plan(spec.job_id, Plan(tuple(chunks), input_schema))
-            file = JobFile(spec=spec, created=datetime.now(UTC).isoformat(timespec="seconds"), output=output)
+            now = datetime.now(UTC).isoformat(timespec="seconds")
+            file = JobFile(spec=spec, created=now, output=output, priority=priority)
             for key, data in ((PLAN_FILE, plan), (JOB_FILE, encode_json(file))):
                 _create_or_keep(directory, key, data)
         job = cls.open(store, spec.job_id)

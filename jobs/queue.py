@@ -22,7 +22,7 @@ from redis.retry import Retry
 from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_exponential, wait_random
 
 from schemas.errors import BrokerError
-from schemas.records import RowStatus
+from schemas.records import Priority, RowStatus
 from schemas.settings import Settings
 
 if TYPE_CHECKING:
@@ -36,6 +36,10 @@ PREFIX = "nightmill:"
 TASK_NAME = "nightmill.run_chunk"
 UNACKED_KEY = PREFIX + "unacked"  # kombu's: messages that a worker holds, by delivery tag
 UNACKED_INDEX_KEY = PREFIX + "unacked_index"  # kombu's: when each was delivered or last renewed
+STEPS = {Priority.INTERACTIVE: 0, Priority.NIGHTLY: 9}
+"""kombu keeps a list for each step of a queue and takes from the lowest step that has a message."""
+
+STEP_MARK = "\x06\x16"  # kombu's, between a queue's name and its step; step 0 has the name alone
 CONNECT_TIMEOUT_S = 1.0
 CALL_TIMEOUT_S = 5.0
 NUM_TRIES = 3
@@ -66,6 +70,7 @@ def celery_config(settings: Settings, broker_url: str) -> dict[str, Any]:
             "unacked_restore_interval": min(5.0, visibility_s / 4),
             "unacked_restore_throttle": 1,  # the default looks only at every tenth interval
             "global_keyprefix": PREFIX,
+            "priority_steps": list(STEPS.values()),
             "socket_keepalive": True,
             "health_check_interval": 25,
         },
@@ -106,6 +111,11 @@ def connect(broker_url: str) -> redis.Redis:
         database = parse_qs(url.query).get("virtual_host", ["0"])[0].strip("/")
         return redis.Redis(unix_socket_path=unquote(url.path), db=int(database or 0), password=url.password, **options)
     return redis.Redis.from_url(broker_url, socket_connect_timeout=CONNECT_TIMEOUT_S, **options)
+
+
+def list_keys(queue_name: str) -> list[str]:
+    """The Redis lists of a queue, in the order in which workers empty them."""
+    return [f"{PREFIX}{queue_name}" + (f"{STEP_MARK}{step}" if step else "") for step in STEPS.values()]
 
 
 def redact(url: str) -> str:
@@ -163,7 +173,7 @@ class Queue:
 
     def depth(self, queue_name: str) -> int:
         """Messages that wait in a queue, those that workers hold not counted. Raises BrokerError."""
-        return int(self._call(lambda: self._redis.llen(PREFIX + queue_name)))
+        return sum(self._call(lambda: [int(self._redis.llen(key)) for key in list_keys(queue_name)]))
 
     def workers_serving(self, queue_name: str) -> int:
         """How many live workers serve a queue, those that still load their model included. Raises BrokerError."""
@@ -296,6 +306,7 @@ class Queue:
                         args=(job.job_id, index),
                         task_id=_message_id(job.job_id, index),
                         queue=job.spec.model.queue,
+                        priority=STEPS[job.priority],
                         producer=producer,
                     )
         except (OperationalError, OSError, *TRANSIENT) as error:
@@ -303,12 +314,12 @@ class Queue:
 
     def _queued(self, job: "Job") -> frozenset[int]:
         """Chunks of a job that have a message: first the waiting, then the held, in the order in which they move."""
-        key = PREFIX + job.spec.model.queue
         ids: list[str] = []
-        start = 0
-        while page := self._call(partial(self._redis.lrange, key, start, start + PAGE - 1)):
-            ids += [_decode_message(message).headers.id for message in page]
-            start += len(page)
+        for key in list_keys(job.spec.model.queue):
+            start = 0
+            while page := self._call(partial(self._redis.lrange, key, start, start + PAGE - 1)):
+                ids += [_decode_message(message).headers.id for message in page]
+                start += len(page)
         held = self._call(lambda: self._redis.hvals(UNACKED_KEY))
         ids += [_decode_held(entry)[0].headers.id for entry in held]
         return frozenset(index for job_id, index in map(_parse_message_id, ids) if job_id == job.job_id)

@@ -11,7 +11,7 @@ import click
 
 from jobs.cli import verb
 from schemas.errors import ConstraintError, InputDataError, NightmillError
-from schemas.records import Constraint, ConstraintKind, RetryPolicy, Sampling
+from schemas.records import Constraint, ConstraintKind, Priority, RetryPolicy, Sampling
 from schemas.settings import Settings
 
 CONSTRAINT_KINDS = [str(kind) for kind in ConstraintKind]
@@ -132,6 +132,13 @@ def _split_names(_context: click.Context, _parameter: click.Parameter, value: st
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--max-attempts", type=click.IntRange(1), default=3, show_default=True, help="Tries a row.")
 @click.option("--chunk-rows", type=click.IntRange(1), help="Rows a chunk.  [default: jobs.chunk_rows of the settings]")
+@click.option(
+    "--priority",
+    type=click.Choice(list(Priority)),
+    default=Priority.INTERACTIVE,
+    show_default=True,
+    help="nightly: its chunks wait while interactive jobs have any.",
+)
 @click.option("--name", help="The job's name.  [default: the first file's stem]")
 @click.option("--wait/--no-wait", "wait", default=None, help="[default: wait, unless a broker is configured]")
 @click.option("--dry-run", is_flag=True, help="Show what would be done; write nothing.")

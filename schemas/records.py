@@ -47,6 +47,13 @@ class JobState(StrEnum):
     CANCELLED = "cancelled"
 
 
+class Priority(StrEnum):
+    """Whose chunks a worker takes first; a chunk that runs is never interrupted for another."""
+
+    INTERACTIVE = "interactive"
+    NIGHTLY = "nightly"
+
+
 EXIT_CODES = {
     JobState.DONE: 0,
     JobState.DONE_WITH_ERRORS: 3,

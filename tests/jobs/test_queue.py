@@ -18,10 +18,11 @@ from jobs.queue import (
     _parse_message_id,
     celery_config,
     connect,
+    list_keys,
     redact,
 )
 from schemas.errors import BrokerError
-from schemas.records import JobSpec, ModelRef, RowStatus
+from schemas.records import JobSpec, ModelRef, Priority, RowStatus
 from schemas.settings import Settings, WorkerSettings
 
 MODEL = ModelRef(name="tiny", digest="0123456789abcdef")
@@ -36,6 +37,7 @@ class FakeJob:
     spec: JobSpec = SPEC
     done: set[int] = field(default_factory=set)
     job_id: str = SPEC.job_id
+    priority: Priority = Priority.INTERACTIVE
 
     def committed(self) -> frozenset[int]:
         return frozenset(self.done)
@@ -102,6 +104,15 @@ def _pop_index(client: redis.Redis) -> int:
     import msgspec
 
     return _parse_message_id(msgspec.json.decode(pop(client))["headers"]["id"])[1]
+
+
+def test_an_interactive_job_s_messages_wait_in_front_of_a_nightly_one_s(client: redis.Redis, queue: Queue) -> None:
+    nightly = FakeJob(2, job_id="night-000000000000", priority=Priority.NIGHTLY)
+    queue.enqueue(nightly, range(2))
+    queue.enqueue(FakeJob(3), range(3))
+    assert queue.depth(MODEL.queue) == 5
+    assert [client.llen(key) for key in list_keys(MODEL.queue)] == [3, 2]
+    assert queue.reconcile(nightly) == queue.reconcile(FakeJob(3)) == 0
 
 
 def test_reconcile_after_a_flush_sends_all_that_is_pending(client: redis.Redis, queue: Queue) -> None:

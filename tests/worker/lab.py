@@ -22,7 +22,7 @@ from jobs.queue import PREFIX, UNACKED_INDEX_KEY, UNACKED_KEY, Queue, connect
 from jobs.source import scan_inputs
 from jobs.store import open_store
 from schemas.model_files import model_ref
-from schemas.records import JobSpec, ModelRef, Sampling
+from schemas.records import JobSpec, ModelRef, Priority, Sampling
 from schemas.settings import Settings
 from tests.waiting import wait_until
 
@@ -157,6 +157,7 @@ class Lab:
         *,
         chunk_rows: int = 1,
         output: Path | None = None,
+        priority: Priority = Priority.INTERACTIVE,
         **spec_fields: Any,
     ) -> Job:
         """A job of rows that take about so many seconds each; not queued yet."""
@@ -173,7 +174,7 @@ class Lab:
         )
         chunks = make_chunks(inputs.files, chunk_rows)
         output_uri = None if output is None else str(output)
-        return Job.create(self.store, spec, chunks, input_schema=inputs.schema, output=output_uri)
+        return Job.create(self.store, spec, chunks, input_schema=inputs.schema, output=output_uri, priority=priority)
 
     def start_job(self, num_chunks: int, seconds: float = 0.01, name: str = "job", **options: Any) -> Job:
         job = self.job(num_chunks, seconds, name, **options)

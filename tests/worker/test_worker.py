@@ -10,8 +10,9 @@ import pytest
 
 from jobs.broker import broker_status
 from jobs.local_worker import PERMANENT_EXIT_CODE
+from jobs.queue import list_keys
 from schemas.errors import SettingsError
-from schemas.records import JobState
+from schemas.records import JobState, Priority
 from schemas.settings import Settings
 from tests.worker.lab import ROOT, Lab, until
 from worker.celery import make_app
@@ -45,6 +46,26 @@ def test_a_worker_serves_only_its_model_s_queue(lab: Lab) -> None:
     assert lab.queue.depth(theirs.spec.model.queue) == len(theirs.pending()) == 2
     assert lab.queue.workers_serving(ours.spec.model.queue) == 1
     assert lab.queue.workers_serving(theirs.spec.model.queue) == 0
+
+
+def test_an_interactive_job_overtakes_a_nightly_one_at_the_next_chunk(lab: Lab) -> None:
+    lab.worker()
+    nightly = lab.start_job(4, seconds=2, name="nightly", priority=Priority.NIGHTLY)
+    until(lambda: len(lab.events("submitted")) == 2, "both slots to work for the night")
+    interactive = lab.start_job(2, name="interactive")
+    until(lambda: len(lab.events("received")) >= 5, "the night to go on")
+    order = [event["job"] for event in lab.events("received")][:5]
+    assert order == [nightly.job_id] * 2 + [interactive.job_id] * 2 + [nightly.job_id]
+    assert not interactive.pending()
+
+
+def test_messages_that_go_back_keep_their_priority(lab: Lab) -> None:
+    worker = lab.worker()
+    lab.start_job(3, seconds=30, priority=Priority.NIGHTLY)
+    until(lambda: len(lab.events("submitted")) == 2, "both slots to be busy")
+    worker.signal(signal.SIGQUIT)
+    worker.wait()
+    assert [lab.redis.llen(key) for key in list_keys(lab.model.queue)] == [0, 3]
 
 
 def test_inspect_answers_while_the_worker_is_busy_and_shows_the_engine(lab: Lab) -> None:

@@ -23,6 +23,7 @@ from jobs.source import ChunkReader
 from jobs.spill import Spill
 from schemas.constraints import Validator, make_validator
 from schemas.errors import Interrupted
+from schemas.longest import max_bytes
 from schemas.records import (
     Attempt,
     Chunk,
@@ -209,9 +210,15 @@ class _ChunkRun:
         row.seconds += completion.seconds
         attempts = row.attempts[completion_index]
         attempts.append(_attempt(request, outcome))
-        if (
-            sampling := next_sampling(self._spec, request.sampling, completion, outcome.status, len(attempts))
-        ) is not None:
+        sampling = next_sampling(
+            self._spec,
+            request.sampling,
+            completion,
+            outcome.status,
+            len(attempts),
+            constraint=row.prompt.constraint,
+        )
+        if sampling is not None:
             self._ask(row, completion_index, sampling)
             return
         row.outcomes[completion_index] = outcome
@@ -265,14 +272,27 @@ def _validator(constraint: Constraint) -> Validator:
 
 
 def next_sampling(
-    spec: JobSpec, sampling: Sampling, completion: Completion, status: RowStatus, num_attempts: int
+    spec: JobSpec,
+    sampling: Sampling,
+    completion: Completion,
+    status: RowStatus,
+    num_attempts: int,
+    *,
+    constraint: Constraint | None,
 ) -> Sampling | None:
-    """Say what a failed try gets next, or None if nothing can help or the tries are used up."""
+    """Say what a failed try gets next, or None if nothing can help or the tries are used up.
+
+    A truncated row gets what the longest text of its ``constraint`` can need, where there is room for that.
+    """
     if num_attempts >= spec.retry.max_attempts:
         return None
     if status is RowStatus.TRUNCATED:
         room = spec.model.max_model_len - completion.num_prompt_tokens
-        max_tokens = min(math.ceil(sampling.max_tokens * spec.retry.budget_factor), room)
+        longest = max_bytes(constraint) if constraint else None
+        if longest is not None and longest < room:
+            max_tokens = longest + 1  # a token is a byte or more, and one ends the text
+        else:
+            max_tokens = min(math.ceil(sampling.max_tokens * spec.retry.budget_factor), room)
         if max_tokens > sampling.max_tokens:  # the same budget would end at the same place
             return msgspec.structs.replace(sampling, max_tokens=max_tokens)
     if status is RowStatus.INVALID:

@@ -64,7 +64,7 @@ class _Json:
             return max(self.longest(option) for option in node["anyOf"])
         if "enum" in node:
             return max(map(_printed, node["enum"]))
-        measure = {
+        measures: dict[str, Callable[[Node], float]] = {
             "object": self._object,
             "array": self._array,
             "string": _string,
@@ -72,8 +72,8 @@ class _Json:
             "number": self._number,
             "boolean": lambda _: len("false"),
             "null": lambda _: len("null"),
-        }.get(node.get("type", ""))
-        return math.inf if measure is None else measure(node)
+        }
+        return measures[node["type"]](node) if node else math.inf
 
     def _named(self, name: str) -> float:
         if name not in self._known:
@@ -98,10 +98,10 @@ class _Json:
         return len("[]") + _joined(items)
 
     def _number(self, node: Node) -> float:
-        bounds = [node.get("minimum", node.get("exclusiveMinimum")), node.get("maximum", node.get("exclusiveMaximum"))]
-        if self._engine is not GrammarEngine.XGRAMMAR or None in bounds:
+        low, high = node.get("minimum", node.get("exclusiveMinimum")), node.get("maximum", node.get("exclusiveMaximum"))
+        if self._engine is not GrammarEngine.XGRAMMAR or low is None or high is None:
             return math.inf
-        return max(len(str(math.floor(bounds[0]))), len(str(math.ceil(bounds[1])))) + len(".") + MAX_DECIMALS
+        return max(len(str(math.floor(low))), len(str(math.ceil(high)))) + len(".") + MAX_DECIMALS
 
 
 def _joined(lengths: list[float]) -> float:

@@ -109,7 +109,7 @@ def test_a_truncated_row_gets_more_budget_up_to_the_models_limit(tmp_path: Path)
     def answer(request: Request) -> Answer:
         return "yes" if request.sampling.max_tokens >= 300 else ("ye", LENGTH)
 
-    row, engine = run_one(tmp_path, answer, sampling=Sampling(max_tokens=100))
+    row, engine = run_one(tmp_path, answer, sampling=Sampling(max_tokens=100), constraint=None)
     assert [request.sampling.max_tokens for request in engine.requests] == [100, 200, 400]
     assert (row.status, row.value) == (RowStatus.OK, "yes")
     assert [(a.status, a.max_tokens) for a in row.attempts] == [
@@ -117,6 +117,18 @@ def test_a_truncated_row_gets_more_budget_up_to_the_models_limit(tmp_path: Path)
         (RowStatus.TRUNCATED, 200),
         (RowStatus.OK, 400),
     ]
+
+
+def test_a_truncated_row_gets_what_the_longest_text_of_its_constraint_needs_where_there_is_room(tmp_path: Path) -> None:
+    def budgets(max_length: int) -> list[int]:
+        constraint = Constraint(kind=ConstraintKind.REGEX, source=f"[a-z]{{{max_length}}}")
+        _, engine = run_one(tmp_path, ("ab", LENGTH), sampling=Sampling(max_tokens=20), constraint=constraint)
+        return [request.sampling.max_tokens for request in engine.requests]
+
+    assert budgets(150) == [20, 151]
+    assert budgets(504) == [20, 505], "all the room beside a prompt of seven tokens"
+    assert budgets(505) == [20, 40, 80]
+    assert budgets(19) == [20], "it was enough, so that more cannot help"
 
 
 def test_silent_repair_a_document_cut_by_its_budget_is_never_completed(tmp_path: Path) -> None:
@@ -129,11 +141,11 @@ def test_silent_repair_a_document_cut_by_its_budget_is_never_completed(tmp_path:
 def test_a_truncated_row_is_not_tried_again_with_the_same_budget(tmp_path: Path) -> None:
     room = MODEL.max_model_len - 7
     row, engine = run_one(
-        tmp_path, ("ye", LENGTH), sampling=Sampling(max_tokens=400), retry=RetryPolicy(max_attempts=9)
+        tmp_path, ("ye", LENGTH), sampling=Sampling(max_tokens=400), retry=RetryPolicy(max_attempts=9), constraint=None
     )
     assert [request.sampling.max_tokens for request in engine.requests] == [400, room]
     assert (row.status, row.raw, row.value) == (RowStatus.TRUNCATED, "ye", None)
-    _, engine = run_one(tmp_path, ("ye", LENGTH), retry=RetryPolicy(budget_factor=1.0))
+    _, engine = run_one(tmp_path, ("ye", LENGTH), retry=RetryPolicy(budget_factor=1.0), constraint=None)
     assert len(engine.requests) == 1
 
 
@@ -168,14 +180,16 @@ def test_a_failure_that_another_try_cannot_cure_is_final(tmp_path: Path, reason:
     factor=st.floats(0.5, 10),
     status=st.sampled_from(list(RowStatus)),
     attempts=st.integers(1, 5),
+    longest=st.none() | st.integers(1, 700),
 )
 def test_a_next_try_always_differs_from_the_last(
-    max_tokens: int, prompt: int, factor: float, status: RowStatus, attempts: int
+    max_tokens: int, prompt: int, factor: float, status: RowStatus, attempts: int, longest: int | None
 ) -> None:
     spec = JobSpec(name="t", inputs=(), model=MODEL, retry=RetryPolicy(max_attempts=3, budget_factor=factor))
     sampling = Sampling(max_tokens=max_tokens)
     done = Completion(request_id="1", finish_reason=LENGTH, num_prompt_tokens=prompt)
-    following = next_sampling(spec, sampling, done, status, attempts)
+    constraint = Constraint(kind=ConstraintKind.REGEX, source=f"a{{{longest}}}") if longest else None
+    following = next_sampling(spec, sampling, done, status, attempts, constraint=constraint)
     if following is None:
         return
     assert attempts < 3

@@ -1,7 +1,8 @@
-"""CUDA graphs of decode steps: one per padded number of rows, replayed instead of launching kernel by kernel.
+"""CUDA graphs of steps: one per padded number of rows, replayed instead of launching kernel by kernel.
 
-A graph reads its inputs from one fixed buffer, which a step fills in one transfer. Padding rows attend to one key of
-block 0, which nobody owns. Knows no requests; on other devices there are no graphs.
+Decode steps have graphs of their own, which need no kernel for runs; any other step of few rows has one that takes any
+runs. A graph reads its inputs from one fixed buffer, filled in one transfer; padding rows write to block 0, which
+nobody owns. Knows no requests; on other devices there are no graphs.
 """
 
 from __future__ import annotations
@@ -25,11 +26,15 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-FIELDS = {"input_ids": 0, "sources": -1, "positions": 0, "slots": 0, "seq_lens": 1}
+ROW_FIELDS = {"input_ids": 0, "sources": -1, "positions": 0, "slots": 0}
 """The inputs of a row, and their values in a padding row."""
+RUN_FIELDS = {"seq_lens": 1, "logits_rows": 0}
+"""The inputs of a run, as above; ``query_starts`` and the block table come after them."""
 
 SMALL_SIZES = (1, 2, 4, 8, 16)
 SIZE_STEP = 32
+MIXED_SIZES = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
+"""Rows of steps that are not all decodes; larger ones keep the device busy longer than their launches take."""
 NUM_WARM_UPS = 2  # lets libraries choose their algorithms and kernels compile before anything is recorded
 
 
@@ -37,8 +42,18 @@ NUM_WARM_UPS = 2  # lets libraries choose their algorithms and kernels compile b
 class GraphLimits:
     """What graphs must be able to hold."""
 
+    max_runs: int
     max_rows: int
     max_blocks: int  # of one sequence
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a graph is recorded for: up to so many rows in up to so many runs."""
+
+    rows: int
+    runs: int
+    is_decode: bool  # each run has one row
 
 
 @dataclass(frozen=True)
@@ -47,71 +62,86 @@ class Recorded:
 
     graph: torch.cuda.CUDAGraph
     pinned: Tensor  # int64, host: a step's inputs are laid out here ...
-    fields: Mapping[str, np.ndarray]  # ... through these views ...
-    table: np.ndarray
+    host: Mapping[str, np.ndarray]  # ... through these views ...
     inputs: Tensor  # ... and copied here
     batch: StepBatch  # what the graph reads: views of ``inputs``, and constants that must outlive it
-    logits: Tensor  # float32 [rows, V]
+    hidden: Tensor  # [runs, hidden]
     was_copied: torch.cuda.Event
 
 
-def graph_sizes(max_rows: int) -> tuple[int, ...]:
+def decode_sizes(max_rows: int) -> tuple[int, ...]:
     """Row counts that get a graph, ascending: powers of two, then multiples of SIZE_STEP, up to ``max_rows``."""
     steps = range(SIZE_STEP, max_rows + SIZE_STEP, SIZE_STEP)
     return tuple(sorted({min(size, max_rows) for size in (*SMALL_SIZES, *steps)}))
 
 
-class DecodeGraphs:
+def graph_shapes(limits: GraphLimits, *, has_mixed: bool) -> list[Shape]:
+    """What is recorded, by kind, each ascending."""
+    decodes = [Shape(size, size, True) for size in decode_sizes(limits.max_runs)]
+    mixed = [Shape(size, min(size, limits.max_runs), False) for size in MIXED_SIZES if size <= limits.max_rows]
+    return decodes + (mixed if has_mixed else [])
+
+
+class StepGraphs:
     """Records all graphs when made, largest first so that the smaller ones fit into its memory."""
 
     @torch.inference_mode()
     def __init__(self, model: Model, cache: KVCache, device: torch.device, limits: GraphLimits) -> None:
+        self._model = model
         self._max_blocks = limits.max_blocks
-        self._sizes = graph_sizes(limits.max_rows)
-        self._recorded: dict[int, Recorded] = {}
+        self._drawn = torch.zeros(limits.max_runs, dtype=torch.int64, device=device)
+        shapes = graph_shapes(limits, has_mixed=model.is_recordable_mixed)
+        self._sizes = {kind: [shape.rows for shape in shapes if shape.is_decode is kind] for kind in (True, False)}
         pool = torch.cuda.graph_pool_handle()
-        for size in reversed(self._sizes):
-            self._recorded[size] = self._record(model, cache, device, size, pool)
-        log.info("decode_graphs_recorded", num_graphs=len(self._sizes), max_rows=limits.max_rows)
+        self._recorded = {
+            (shape.is_decode, shape.rows): self._record(cache, device, shape, pool)
+            for shape in sorted(shapes, key=lambda shape: -shape.rows)
+        }
+        log.info("step_graphs_recorded", num_graphs=len(shapes), max_rows=max(shape.rows for shape in shapes))
 
-    def run(self, arrays: Mapping[str, np.ndarray], drawn: Tensor | None) -> Tensor:
-        """Logits [rows, V] of one decode row per sequence; valid until the next call.
+    def run(self, arrays: Mapping[str, np.ndarray], drawn: Tensor | None) -> Tensor | None:
+        """Logits [L, V] of the rows ``logits_rows``, or None where no graph holds the step.
 
-        ``arrays``: the inputs of FIELDS, int64 [rows], and block_table, int64 [rows, M]. ``drawn`` as in Runner.run.
+        ``arrays`` are those of runner.lay_out, ``drawn`` as in Runner.run.
         """
-        rows = len(arrays["input_ids"])
-        recorded = self._recorded[self._sizes[bisect_left(self._sizes, rows)]]
+        rows, runs = len(arrays["input_ids"]), len(arrays["seq_lens"])
+        is_decode = rows == runs
+        sizes = self._sizes[is_decode]
+        if not sizes or rows > sizes[-1]:
+            return None
+        recorded = self._recorded[is_decode, sizes[bisect_left(sizes, rows)]]
         recorded.was_copied.synchronize()
-        table = arrays["block_table"]
-        recorded.table[:rows, : table.shape[1]] = table
-        for name, field in recorded.fields.items():
-            field[:rows] = arrays[name]
-            field[rows:] = FIELDS[name]
+        _fill(recorded.host, arrays)
         recorded.inputs.copy_(recorded.pinned, non_blocking=True)
         recorded.was_copied.record()
         if drawn is not None:
-            fields, _ = _split(recorded.inputs, recorded.batch.input_ids.shape[0])
-            fields["input_ids"].copy_(fill_in(fields["input_ids"], fields["sources"], drawn))
+            self._drawn[: len(drawn)].copy_(drawn)
         recorded.graph.replay()
-        return recorded.logits[:rows]
+        return self._model.logits(recorded.hidden[: len(arrays["logits_rows"])])
 
-    def _record(self, model: Model, cache: KVCache, device: torch.device, size: int, pool: Any) -> Recorded:
-        pinned = torch.zeros(size * (len(FIELDS) + self._max_blocks), dtype=torch.int64).pin_memory()
-        fields, table = _split(pinned, size)
-        fields["seq_lens"].fill_(1)
+    def _record(self, cache: KVCache, device: torch.device, shape: Shape, pool: Any) -> Recorded:
+        pinned = torch.zeros(_num_inputs(shape, self._max_blocks), dtype=torch.int64).pin_memory()
+        host = {name: part.numpy() for name, part in _split(pinned, shape, self._max_blocks).items()}
+        nothing = {name: np.empty(0, np.int64) for name in (*ROW_FIELDS, *RUN_FIELDS)}
+        _fill(host, nothing | {"query_starts": np.zeros(1, np.int64), "block_table": np.empty((0, 0), np.int64)})
         inputs = pinned.to(device)
-        batch = _fixed_batch(inputs, size)
+        parts = _split(inputs, shape, self._max_blocks)
+        batch = _fixed_batch(parts, shape)
+
+        def forward() -> Tensor:
+            input_ids = fill_in(parts["input_ids"], parts["sources"], self._drawn)
+            return self._model.forward(StepBatch(input_ids, batch.positions, batch.logits_rows, batch.attention), cache)
+
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             for _ in range(NUM_WARM_UPS):
-                model.logits(model.forward(batch, cache))
+                forward()
         torch.cuda.current_stream(device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
-            logits = model.logits(model.forward(batch, cache))
-        host = {name: field.numpy() for name, field in fields.items()}
-        return Recorded(graph, pinned, host, table.numpy(), inputs, batch, logits, torch.cuda.Event())  # type: ignore[no-untyped-call]
+            hidden = forward()
+        return Recorded(graph, pinned, host, inputs, batch, hidden, torch.cuda.Event())  # type: ignore[no-untyped-call]
 
 
 def fill_in(input_ids: Tensor, sources: Tensor, drawn: Tensor) -> Tensor:
@@ -120,24 +150,49 @@ def fill_in(input_ids: Tensor, sources: Tensor, drawn: Tensor) -> Tensor:
     return torch.where(sources >= 0, found, input_ids)
 
 
-def _split(flat: Tensor, size: int) -> tuple[dict[str, Tensor], Tensor]:
-    """Views of a graph's flat buffer: the fields [size] and the block table [size, max_blocks]."""
-    columns = flat.view(-1, size)
-    fields = {name: columns[index] for index, name in enumerate(FIELDS)}
-    return fields, columns[len(FIELDS) :].reshape(size, -1)
+def _even(count: int) -> int:
+    """Round up to whole alignments of 16 bytes: kernels are compiled anew for another alignment."""
+    return count + count % 2
 
 
-def _fixed_batch(inputs: Tensor, size: int) -> StepBatch:
-    fields, table = _split(inputs, size)
-    rows = torch.arange(size + 1, device=inputs.device)
+def _num_inputs(shape: Shape, max_blocks: int) -> int:
+    fields = len(ROW_FIELDS) * _even(shape.rows) + len(RUN_FIELDS) * _even(shape.runs)
+    return fields + _even(shape.runs + 1) + shape.runs * max_blocks
+
+
+def _split(flat: Tensor, shape: Shape, max_blocks: int) -> dict[str, Tensor]:
+    """Views of a graph's flat buffer, by name."""
+    sizes = dict.fromkeys(ROW_FIELDS, shape.rows) | dict.fromkeys(RUN_FIELDS, shape.runs)
+    sizes["query_starts"] = shape.runs + 1
+    parts, start = {}, 0
+    for name, size in sizes.items():
+        parts[name] = flat[start : start + size]
+        start += _even(size)
+    parts["block_table"] = flat[start:].view(shape.runs, max_blocks)
+    return parts
+
+
+def _fill(host: Mapping[str, np.ndarray], arrays: Mapping[str, np.ndarray]) -> None:
+    """Write a step's inputs, and padding behind them: rows of nobody, runs without rows."""
+    for name, padding in (ROW_FIELDS | RUN_FIELDS).items():
+        count = len(arrays[name])
+        host[name][:count] = arrays[name]
+        host[name][count:] = padding
+    starts, table = arrays["query_starts"], arrays["block_table"]
+    host["query_starts"][: len(starts)] = starts
+    host["query_starts"][len(starts) :] = starts[-1]
+    host["block_table"][: len(table), : table.shape[1]] = table
+
+
+def _fixed_batch(parts: Mapping[str, Tensor], shape: Shape) -> StepBatch:
     attention = AttentionBatch(
-        slots=fields["slots"],
-        block_table=table,
-        seq_lens=fields["seq_lens"],
-        query_starts=rows,
-        positions=fields["positions"],
-        query_lens=(1,) * size,
+        slots=parts["slots"],
+        block_table=parts["block_table"],
+        seq_lens=parts["seq_lens"],
+        query_starts=parts["query_starts"],
+        positions=parts["positions"],
+        query_lens=(1,) * shape.runs if shape.is_decode else (),
         host_seq_lens=(),  # lengths change from replay to replay: kernels in a graph read seq_lens
-        num_decodes=size,
+        num_decodes=shape.runs if shape.is_decode else 0,
     )
-    return StepBatch(fields["input_ids"], fields["positions"], rows[:-1], attention)
+    return StepBatch(parts["input_ids"], parts["positions"], parts["logits_rows"], attention)

@@ -86,7 +86,11 @@ class Engine:
         self._vocab_size = spec.vocab_size
         self._text = parts.text
         num_blocks = self._num_blocks(parts.model, settings.block_size, sizes.kv_cache_bytes, sizes.max_num_seqs)
-        limits = GraphLimits(sizes.max_num_seqs, -(-self.max_model_len // settings.block_size))
+        limits = GraphLimits(
+            max_runs=sizes.max_num_seqs,
+            max_rows=sizes.max_num_batched_tokens,
+            max_blocks=-(-self.max_model_len // settings.block_size),
+        )
         self._runner = Runner(
             parts.model,
             parts.device,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.batch import StepBatch
 from engine.device import to_device
-from engine.graphs import DecodeGraphs, GraphLimits, fill_in
+from engine.graphs import GraphLimits, StepGraphs, fill_in
 from engine.models import Model
 from engine.types import Run
 from kernels.api import AttentionBatch
@@ -19,7 +19,7 @@ from schemas.errors import EngineError
 
 
 class Runner:
-    """Owns the KV cache, and on a GPU the graphs of its decode steps."""
+    """Owns the KV cache, and on a GPU the graphs of its smaller steps."""
 
     def __init__(
         self, model: Model, device: torch.device, *, num_blocks: int, block_size: int, graphs: GraphLimits | None = None
@@ -33,18 +33,17 @@ class Runner:
             size_gib = num_blocks * model.cache_bytes_per_block(block_size) / 2**30
             raise EngineError(f"no memory for a KV cache of {size_gib:.1f} GiB: lower engine.kv_cache_gib") from error
         can_record = device.type == "cuda" and model.is_recordable
-        self._graphs = DecodeGraphs(model, self._cache, device, graphs) if graphs and can_record else None
+        self._graphs = StepGraphs(model, self._cache, device, graphs) if graphs and can_record else None
 
     @torch.inference_mode()
     def run(self, runs: Seq[Run], num_decodes: int, drawn: Tensor | None = None) -> Tensor:
         """Launch the runs, decodes first: float32 logits [L, V] of those that reach their sequence's last token.
 
         ``drawn`` int64 [L'] on the device: the tokens of the step before, for the runs whose token is still in flight.
-        The logits may be overwritten by the next call.
         """
         arrays = lay_out(runs, self._block_size)
-        if self._graphs and num_decodes == len(runs):
-            return self._graphs.run(arrays, drawn)
+        if self._graphs and (logits := self._graphs.run(arrays, drawn)) is not None:
+            return logits
         batch = build_batch(arrays, runs, num_decodes, self._device, drawn)
         return self._model.logits(self._model.forward(batch, self._cache))
 

@@ -25,8 +25,8 @@ class AttentionBatch:
     seq_lens: Tensor  # int64 [S]
     query_starts: Tensor  # int64 [S + 1], cumulative query_lens
     positions: Tensor  # int64 [N]
-    query_lens: tuple[int, ...]  # on the host
-    host_seq_lens: tuple[int, ...]
+    query_lens: tuple[int, ...]  # on the host; empty in a recorded step of any runs, those without rows included
+    host_seq_lens: tuple[int, ...]  # empty in a recorded step
     num_decodes: int  # sequences 0 .. num_decodes - 1 have one row each; the rest may have more
 
 
@@ -94,6 +94,10 @@ class Kernels(Protocol):
     @property
     def unrecordable(self) -> frozenset[str]:
         """Operations that read tensors on the host, so that no CUDA graph can hold a decode step with them."""
+
+    @property
+    def decode_only(self) -> frozenset[str]:
+        """Operations that a CUDA graph can hold only where each sequence has one row."""
 
     def pack_weight(self, weight: Tensor, bias: Tensor | None = None) -> Any:
         """Prepare ``weight`` [out, in] (and ``bias`` [out]) for ``linear``; may copy it into a faster layout."""

@@ -86,6 +86,11 @@ class ReferenceKernels:
         names = {"attention", "latent_attention"}
         return frozenset(names if self.dtype == torch.bfloat16 else names | {"experts_mlp"})
 
+    @property
+    def decode_only(self) -> frozenset[str]:
+        """See Kernels.decode_only."""
+        return frozenset({"attention", "latent_attention"})
+
     def pack_weight(self, weight: Tensor, bias: Tensor | None = None) -> PackedWeight:
         """See Kernels.pack_weight; copies the weight when it prepacks."""
         if self.can_prepack and weight.device.type == "cpu" and weight.dtype == self.dtype:

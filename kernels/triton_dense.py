@@ -14,6 +14,7 @@ from kernels.api import AttentionBatch, SamplingBatch
 from kernels.reference import ReferenceKernels
 
 PREFILL_TILE = 128  # query rows (token, head of the group) of one program
+MIXED_TILE = 64  # where most runs are short
 KEY_TILE = 64
 DECODE_ROWS = 16  # smallest tile of the tensor cores: the heads of one group, padded
 NUM_PROGRAMS = 264  # two per streaming multiprocessor of an H100 or H200: decode splits keys until it has so many
@@ -29,6 +30,11 @@ class TritonKernels(ReferenceKernels):
     def unrecordable(self) -> frozenset[str]:
         """See Kernels.unrecordable."""
         return super().unrecordable - {"attention"}
+
+    @property
+    def decode_only(self) -> frozenset[str]:
+        """See Kernels.decode_only."""
+        return super().decode_only - {"attention"}
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See Kernels.rms_norm; x [N, width] or [N, heads, width] may be a view with a contiguous last dimension."""
@@ -86,11 +92,14 @@ class TritonKernels(ReferenceKernels):
         """See Kernels.attention."""
         q = q.contiguous()
         out = torch.empty_like(q)
-        num_decodes = batch.num_decodes
+        num_seqs, num_decodes = len(batch.query_lens), batch.num_decodes
+        if num_seqs == 0:  # lengths are on the device: each kernel passes over the other's runs
+            num_seqs = num_decodes = batch.seq_lens.shape[0]
+            _attend_runs(q, cache, out, batch, (0, num_seqs), scale, window or 0, is_mixed=True)
+        elif num_seqs > num_decodes:
+            _attend_runs(q, cache, out, batch, (num_decodes, num_seqs), scale, window or 0)
         if num_decodes:
-            _attend_decode(q, cache, out, batch, scale, window or 0)
-        if len(batch.query_lens) > num_decodes:
-            _attend_prefill(q, cache, out, batch, scale, window or 0)
+            _attend_decode(q, cache, out, batch, num_decodes, scale, window or 0)
         return out
 
     def apply_token_bitmask(self, logits: Tensor, bitmask: Tensor) -> None:
@@ -104,28 +113,41 @@ class TritonKernels(ReferenceKernels):
         return triton_sampling.sample(logits, batch)
 
 
-def _attend_prefill(q: Tensor, cache: Tensor, out: Tensor, batch: AttentionBatch, scale: float, window: int) -> None:
+def _attend_runs(
+    q: Tensor,
+    cache: Tensor,
+    out: Tensor,
+    batch: AttentionBatch,
+    seqs: tuple[int, int],
+    scale: float,
+    window: int,
+    *,
+    is_mixed: bool = False,
+) -> None:
+    """Attend for the sequences first .. last - 1 in ``seqs``; ``is_mixed``: for those with more than one row."""
     _, num_heads, head_size = q.shape
     block_size, kv_heads = cache.shape[2], cache.shape[3]
     group = triton.next_power_of_2(num_heads // kv_heads)
-    tile_tokens = max(1, PREFILL_TILE // group)
-    first, num_seqs = batch.num_decodes, len(batch.query_lens)
-    num_rows = q.shape[0] - first
-    num_tiles = num_rows // tile_tokens + (num_seqs - first)
+    tile_rows = MIXED_TILE if is_mixed else PREFILL_TILE
+    tile_tokens = max(1, tile_rows // group)
+    first, last = seqs
+    num_tiles = (q.shape[0] - first) // tile_tokens + (last - first)
     _paged_attention[(num_tiles, kv_heads, 1)](
         q, cache, out, out, out, batch.block_table, batch.seq_lens, batch.query_starts,
-        scale * 1.4426950408889634, batch.block_table.stride(0), cache.stride(0), first, num_seqs,
+        scale * 1.4426950408889634, batch.block_table.stride(0), cache.stride(0), first, last,
         KV_HEADS=kv_heads, REAL_GROUP=num_heads // kv_heads, GROUP=group, HEAD=head_size,
         HEAD_PAD=triton.next_power_of_2(head_size), BLOCK_SIZE=block_size, TILE_TOKENS=tile_tokens,
         TILE_ROWS=max(DECODE_ROWS, tile_tokens * group), TILE_KEYS=KEY_TILE, WINDOW=window, SPLITS=1, IS_DECODE=False,
-        num_warps=8 if head_size >= 128 else 4, num_stages=2,
+        SKIPPED_LEN=int(is_mixed), num_warps=8 if head_size >= 128 and tile_rows >= 128 else 4, num_stages=2,
     )  # fmt: skip
 
 
-def _attend_decode(q: Tensor, cache: Tensor, out: Tensor, batch: AttentionBatch, scale: float, window: int) -> None:
+def _attend_decode(
+    q: Tensor, cache: Tensor, out: Tensor, batch: AttentionBatch, num_seqs: int, scale: float, window: int
+) -> None:
+    """Attend for those of the first ``num_seqs`` sequences that have one row."""
     _, num_heads, head_size = q.shape
     block_size, kv_heads = cache.shape[2], cache.shape[3]
-    num_seqs = batch.num_decodes
     group = triton.next_power_of_2(num_heads // kv_heads)
     splits = min(MAX_SPLITS, triton.next_power_of_2(max(1, NUM_PROGRAMS // (num_seqs * kv_heads))))
     partial = out if splits == 1 else q.new_empty((num_seqs, num_heads, splits, head_size), dtype=torch.float32)
@@ -136,12 +158,13 @@ def _attend_decode(q: Tensor, cache: Tensor, out: Tensor, batch: AttentionBatch,
         KV_HEADS=kv_heads, REAL_GROUP=num_heads // kv_heads, GROUP=group, HEAD=head_size,
         HEAD_PAD=triton.next_power_of_2(head_size), BLOCK_SIZE=block_size, TILE_TOKENS=1,
         TILE_ROWS=max(DECODE_ROWS, group), TILE_KEYS=KEY_TILE, WINDOW=window, SPLITS=splits, IS_DECODE=True,
-        num_warps=4, num_stages=3,
+        SKIPPED_LEN=0, num_warps=4, num_stages=3,
     )  # fmt: skip
     if splits > 1:
-        _merge_splits[(num_seqs * num_heads,)](
-            partial, weight, out, HEAD=head_size, HEAD_PAD=triton.next_power_of_2(head_size), SPLITS=splits
-        )
+        _merge_splits[(num_seqs, num_heads)](
+            partial, weight, out, batch.query_starts, num_heads,
+            HEAD=head_size, HEAD_PAD=triton.next_power_of_2(head_size), SPLITS=splits,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["table_stride", "first_seq", "num_seqs"])  # they change from step to step
@@ -150,7 +173,7 @@ def _paged_attention(
     first_seq, num_seqs,
     KV_HEADS: tl.constexpr, REAL_GROUP: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, HEAD_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE_TOKENS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr,
-    WINDOW: tl.constexpr, SPLITS: tl.constexpr, IS_DECODE: tl.constexpr,
+    WINDOW: tl.constexpr, SPLITS: tl.constexpr, IS_DECODE: tl.constexpr, SKIPPED_LEN: tl.constexpr,
 ):  # fmt: skip
     """One tile of query rows of one sequence against its keys, for the query heads of one key-value head.
 
@@ -175,7 +198,8 @@ def _paged_attention(
         first_token = (tile - ((tl.load(query_starts + seq) - base) // TILE_TOKENS + seq - first_seq)) * TILE_TOKENS
     row_start = tl.load(query_starts + seq)
     query_len = tl.load(query_starts + seq + 1) - row_start
-    if first_token >= query_len:
+    is_other = (query_len != 1) if IS_DECODE else (first_token >= query_len) | (query_len == SKIPPED_LEN)
+    if is_other:
         return
     seq_len = tl.load(seq_lens + seq)
     context = seq_len - query_len
@@ -238,17 +262,23 @@ def _paged_attention(
 
 
 @triton.jit
-def _merge_splits(partial, weight, out, HEAD: tl.constexpr, HEAD_PAD: tl.constexpr, SPLITS: tl.constexpr):
+def _merge_splits(
+    partial, weight, out, query_starts, num_heads, HEAD: tl.constexpr, HEAD_PAD: tl.constexpr, SPLITS: tl.constexpr
+):
     """Weigh the splits of one query head by their log2-sum-exp2, in split order."""
-    row = tl.program_id(0)
+    seq, head = tl.program_id(0), tl.program_id(1)
+    row = tl.load(query_starts + seq)
+    if tl.load(query_starts + seq + 1) - row != 1:
+        return
+    source = seq * num_heads + head
     splits, dims = tl.arange(0, SPLITS), tl.arange(0, HEAD_PAD)
-    log_weights = tl.load(weight + row * SPLITS + splits)
+    log_weights = tl.load(weight + source * SPLITS + splits)
     shares = tl.exp2(log_weights - tl.max(log_weights, 0))
     values = tl.load(
-        partial + (row * SPLITS + splits)[:, None] * HEAD + dims[None, :], mask=(dims < HEAD)[None, :], other=0.0
+        partial + (source * SPLITS + splits)[:, None] * HEAD + dims[None, :], mask=(dims < HEAD)[None, :], other=0.0
     )
     merged = tl.sum(values * shares[:, None], 0) / tl.sum(shares, 0)
-    tl.store(out + row * HEAD + dims, merged.to(out.dtype.element_ty), mask=dims < HEAD)
+    tl.store(out + (row * num_heads + head) * HEAD + dims, merged.to(out.dtype.element_ty), mask=dims < HEAD)
 
 
 @triton.jit

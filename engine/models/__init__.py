@@ -21,6 +21,8 @@ class Model(Protocol):
     spec: ModelSpec
     is_recordable: bool
     """Whether a CUDA graph can hold a decode step."""
+    is_recordable_mixed: bool
+    """Whether it can hold a step of any runs too."""
 
     def alloc_cache(self, num_blocks: int, block_size: int) -> KVCache:
         """Allocate a zeroed cache on the model's device. Raises RuntimeError or MemoryError if it does not fit."""

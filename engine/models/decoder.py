@@ -66,6 +66,7 @@ class Decoder:
         self._head = kernels.pack_weight(head)
         operations = {"latent_attention" if spec.latent else "attention"} | ({"experts_mlp"} if spec.experts else set())
         self.is_recordable = kernels.unrecordable.isdisjoint(operations)
+        self.is_recordable_mixed = self.is_recordable and kernels.decode_only.isdisjoint(operations)
         self._rotary = Rotary(spec.rope, spec.head_dim, self._device, self._dtype)
 
     def alloc_cache(self, num_blocks: int, block_size: int) -> list[Tensor]:

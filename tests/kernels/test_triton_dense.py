@@ -1,6 +1,7 @@
 """The Triton kernels against the reference: on a GPU where there is one, otherwise in Triton's interpreter."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -100,6 +101,33 @@ def test_paged_attention_equals_the_reference(data: st.DataObject) -> None:
         return (out,)
 
     both(dtype, attend)
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(data=st.data())
+def test_a_recorded_step_takes_any_runs_and_padding(data: st.DataObject) -> None:
+    """Lengths are on the device only; runs without rows and rows of nobody follow the real ones."""
+    dtype = data.draw(st.sampled_from(DTYPES))
+    kv_heads, group = data.draw(st.sampled_from([(1, 4), (2, 2), (4, 1)]))
+    query_lens = data.draw(st.lists(st.sampled_from([1, 1, 2, 9, LONGEST // 2]), min_size=1, max_size=5))
+    seq_lens = [length + data.draw(st.integers(0, LONGEST)) for length in query_lens]
+    batch, num_blocks = make_batch(query_lens, seq_lens, 0, 16)
+    num_rows, num_padding = sum(query_lens), data.draw(st.integers(0, 3))
+    q = draw(num_rows + num_padding, kv_heads * group, 32, seed=7)
+    cache = draw(2, num_blocks, 16, kv_heads, 32, seed=8)
+    recorded = replace(
+        batch,
+        block_table=torch.cat(
+            (batch.block_table, batch.block_table.new_zeros(num_padding, batch.block_table.shape[1]))
+        ),
+        seq_lens=torch.cat((batch.seq_lens, batch.seq_lens.new_ones(num_padding))),
+        query_starts=torch.cat((batch.query_starts, batch.query_starts[-1:].expand(num_padding))),
+        query_lens=(),
+        host_seq_lens=(),
+    )
+    got = TritonKernels(DEVICE, dtype).attention(q.to(dtype), cache.to(dtype), recorded, scale=32**-0.5)[:num_rows]
+    wanted = ReferenceKernels(DEVICE).attention(q[:num_rows], cache, batch, scale=32**-0.5)
+    assert relative_error(got, wanted) < TOLERANCE[dtype]
 
 
 def make_batch(

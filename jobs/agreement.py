@@ -5,9 +5,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from jobs.arrow_types import output_names
 from jobs.job import Job
-from jobs.source import ChunkReader
+from jobs.labels import read_labels
 
 MAX_CLASSES = 1000  # distinct gold values; with more, a constant answer is nobody's rival
 
@@ -36,21 +35,15 @@ def measure_agreement(job: Job) -> Agreement | None:
     gold_column = job.spec.gold_column
     if gold_column is None:
         return None
-    label_column, reader = output_names(job.spec.output_column)[0], ChunkReader()
     num_equal = num_compared = 0
     classes: Counter[str] = Counter()
-    try:
-        for chunk in job.chunks:
-            labels = job.read_part(chunk.index)[label_column].to_pylist()
-            golds = (row[gold_column] for row in job.read_rows(chunk, [gold_column], reader))
-            for label, gold in zip(labels, golds, strict=True):
-                if label is not None and gold is not None:
-                    num_compared += 1
-                    num_equal += agrees(label, gold, gold_column)
-                    if len(classes) <= MAX_CLASSES:
-                        classes[_as_text(gold)] += 1
-    finally:
-        reader.close()
+    for row in read_labels(job, [gold_column]):
+        gold = row.inputs[gold_column]
+        if row.label is not None and gold is not None:
+            num_compared += 1
+            num_equal += agrees(row.label, gold, gold_column)
+            if len(classes) <= MAX_CLASSES:
+                classes[_as_text(gold)] += 1
     if not 1 < len(classes) <= min(MAX_CLASSES, num_compared // 2):
         return Agreement(num_equal, num_compared)
     return Agreement(num_equal, num_compared, *classes.most_common(1)[0])

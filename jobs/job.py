@@ -299,6 +299,13 @@ class Job:
             return None
         return _decode(data, Failure, self.store.locate(FAILED))
 
+    def ended_s(self) -> float | None:
+        """Return when the job ended, failed or was cancelled, in seconds since 1970; None if it may go on by itself."""
+        if self.state() not in (JobState.CANCELLED, JobState.FAILED) and self.success() is None:
+            return None
+        entries = [self.store.stat(key) for key in (SUCCESS_FILE, CANCELLED, FAILED)]
+        return max((entry.modified_s for entry in entries if entry is not None), default=None)
+
     def unpark(self) -> tuple[int, ...]:
         """Make the chunks that were given up on pending again and return them; a finished job is open again."""
         indices = tuple(sorted(self.parked() - self.parts()))

@@ -7,7 +7,16 @@ from pathlib import Path
 
 import obstore
 
-from jobs.store import Entry, explained, local_entry, local_path, object_entry, open_bucket, stat_input
+from jobs.store import (
+    Entry,
+    absolute_location,
+    local_entry,
+    local_path,
+    object_entry,
+    open_bucket,
+    stat_input,
+)
+from jobs.store_errors import explained
 from schemas.errors import InputDataError
 
 
@@ -19,6 +28,14 @@ def find_files(location: str, suffixes: tuple[str, ...]) -> list[Entry]:
     path = local_path(location)
     entries = _find_objects(location) if path is None else _find_local(path)
     return sorted((e for e in entries if e.relative == "" or _is_data(e.relative, suffixes)), key=lambda e: e.uri)
+
+
+def split_location(location: str) -> tuple[str, str]:
+    """Split the location of a file into that of its directory and its name. Raises InputDataError without a name."""
+    directory, _, name = absolute_location(location).rpartition("/")
+    if not name or not directory or directory.endswith(":/"):
+        raise InputDataError(f"{location!r} names no file")
+    return directory, name
 
 
 def _is_data(relative: str, suffixes: tuple[str, ...]) -> bool:

@@ -15,7 +15,7 @@ from jobs.cli import echo_json
 from jobs.finish import output_store
 from jobs.job import Job, Success
 from jobs.local_worker import worker_command
-from jobs.progress import plain_counts
+from jobs.progress import format_duration, plain_counts
 from jobs.prompts import Prompt, PromptBuilder, Refusal
 from jobs.queue import Progress, Queue
 from jobs.source import python_rows
@@ -143,29 +143,28 @@ def describe_job(job: Job, settings: Settings | None = None) -> dict[str, Any]:
     return fields
 
 
-def show_job(job: Job, settings: Settings) -> None:
-    """Print one job for people."""
-    fields = describe_job(job, settings)
-    print_facts(
-        {
-            "job": fields["job_id"],
-            "state": fields["state"],
-            "created": fields["created"],
-            "finished": fields["finished"],
-            "model": fields["model"],
-            "rows": f"{sum(fields['counts'].values()):,} of {job.num_rows:,} committed",
-            "counts": format_counts(fields["counts"]),
-            "running": format_counts(fields.get("running", {})),
-            "chunks": f"{fields['num_committed']:,} of {len(job.chunks):,} done"
-            + (f", {fields['num_running']:,} running" if fields.get("num_running") else ""),
-            "parked": f"{fields['num_parked']} (python -m jobs.resume {job.job_id} --parked)"
-            if fields["num_parked"]
-            else "",
-            "cause": fields["failure"] or fields["commonest_error"],
-            "output": fields["output"] if fields["outputs"] else "",
-            "workers": fields.get("workers", ""),
-        }
-    )
+def job_facts(fields: Mapping[str, Any], rows_per_s: float | None = None) -> dict[str, Any]:
+    """What ``describe_job`` found, for people; ``rows_per_s`` if the caller has measured it."""
+    num_done = sum(fields["counts"].values())
+    num_left = fields["num_rows"] - num_done - sum(fields.get("running", {}).values())
+    resume = f"python -m jobs.resume {fields['job_id']} --parked"
+    return {
+        "job": fields["job_id"],
+        "state": fields["state"],
+        "created": fields["created"],
+        "finished": fields["finished"],
+        "model": fields["model"],
+        "rows": f"{num_done:,} of {fields['num_rows']:,} committed",
+        "speed": f"{rows_per_s:,.1f} rows/s, {format_duration(num_left / rows_per_s)} left" if rows_per_s else "",
+        "counts": format_counts(fields["counts"]),
+        "running": format_counts(fields.get("running", {})),
+        "chunks": f"{fields['num_committed']:,} of {fields['num_chunks']:,} done"
+        + (f", {fields['num_running']:,} running" if fields.get("num_running") else ""),
+        "parked": f"{fields['num_parked']} ({resume})" if fields["num_parked"] else "",
+        "cause": fields["failure"] or fields["commonest_error"],
+        "output": fields["output"] if fields["outputs"] else "",
+        "workers": fields.get("workers", ""),
+    }
 
 
 def describe_service(settings: Settings, model: ModelRef) -> str:
@@ -209,12 +208,17 @@ def format_counts(counts: Mapping[Any, int]) -> str:
 
 
 def print_facts(facts: Mapping[str, Any]) -> None:
-    """Print ``name  value`` lines; what is empty is left out."""
+    """Print ``format_facts``."""
+    click.echo(format_facts(facts))
+
+
+def format_facts(facts: Mapping[str, Any]) -> str:
+    """``name  value`` lines; what is empty is left out."""
     width = max(map(len, facts))
-    for name, value in facts.items():
-        if value not in (None, ""):
-            text = f"{value:,}" if isinstance(value, int) else str(value)
-            click.echo(f"{name:<{width}}  {text}")
+    shown = {name: value for name, value in facts.items() if value not in (None, "")}
+    return "\n".join(
+        f"{name:<{width}}  {f'{value:,}' if isinstance(value, int) else value}" for name, value in shown.items()
+    )
 
 
 def _read_progress(job: Job, settings: Settings) -> Progress:
@@ -258,7 +262,7 @@ def _print_first_rows(job: Job, success: Success) -> None:
     columns = [*_shown_inputs(job, schema.names), *(fields or [label]), status]
     if any(row[error] for row in rows):
         columns.append(error)
-    print_table(columns, [[_cell(row[name]) for name in columns] for row in rows])
+    print_table(columns, [[cell(row[name]) for name in columns] for row in rows])
 
 
 def _shown_inputs(job: Job, names: Sequence[str]) -> list[str]:
@@ -316,7 +320,8 @@ def fit_widths(natural: Sequence[int], available: int) -> list[int]:
     return widths
 
 
-def _cell(value: Any) -> str:
+def cell(value: Any) -> str:
+    """A value on one line, cut to ``MAX_CELL_CHARS``."""
     is_json = isinstance(value, dict | list | bool)
     text = json.dumps(value, ensure_ascii=False, default=str) if is_json else "" if value is None else str(value)
     text = " ".join(text.split())

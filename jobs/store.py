@@ -8,6 +8,7 @@ import ctypes
 import errno
 import functools
 import os
+import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -18,27 +19,16 @@ from urllib.parse import unquote, urlsplit
 
 import obstore
 import pyarrow as pa
-import tenacity
-from obstore.exceptions import AlreadyExistsError, BaseError, GenericError
 from obstore.store import MemoryStore, ObjectStore, from_url
 
 from jobs.object_files import ObjectFile, ObjectSink
+from jobs.store_errors import explained, retrying
 from schemas.errors import AlreadyExists, InputDataError, NotFound, StoreError
 
 STAGING = "_staging"
 READ_BUFFER_BYTES = 2**20
 URI_SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "memory")
-TRANSIENT = frozenset({errno.EINTR, errno.EAGAIN, errno.EBUSY, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET})
 NO_HARD_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EINVAL})
-HINTS = {
-    errno.ENOSPC: "the disk is full: free space, then resume the job",
-    errno.EDQUOT: "the quota is used up: free space, then resume the job",
-    errno.EROFS: "the file system is read-only: choose another jobs_root or --output",
-    errno.EACCES: "permission denied: give this user access, or choose another jobs_root or --output",
-    errno.EPERM: "not permitted: give this user access, or choose another jobs_root or --output",
-    errno.EXDEV: f"{STAGING} lies on another file system: it must share one with its parent",
-    errno.ENOTDIR: "a parent of this path is a file, not a directory",
-}
 
 
 class Entry(NamedTuple):
@@ -48,6 +38,7 @@ class Entry(NamedTuple):
     size_bytes: int
     modified: str  # modification time in ns, or the object's etag
     relative: str = ""
+    modified_s: float = 0.0  # since 1970, by the clock of the file system or bucket
 
 
 class Store(Protocol):
@@ -77,8 +68,14 @@ class Store(Protocol):
     def open_writer(self, key: str) -> AbstractContextManager[IO[bytes]]:
         """Stream into a file that appears, or replaces the old one, only if the block ends without an exception."""
 
+    def walk(self) -> "list[Entry]":
+        """Return every file under the root; ``relative`` is its key."""
+
     def delete(self, key: str) -> None:
         """Delete a file; a missing one is fine."""
+
+    def remove(self) -> None:
+        """Delete the root and all that is left in it."""
 
     def sweep(self, min_age_s: float = 3600.0) -> None:
         """Delete what interrupted writers left behind; younger files may have a living writer."""
@@ -116,49 +113,15 @@ def probe(store: Store) -> None:
     raise StoreError(f"{store.locate('')} lets a second writer overwrite a file: choose another jobs_root")
 
 
-def is_transient(error: BaseException) -> bool:
-    """Say whether trying again can help. A full, read-only or forbidden place is never worth it."""
-    cause = error.__cause__ if isinstance(error, StoreError) else error
-    if isinstance(cause, OSError):
-        return cause.errno in TRANSIENT
-    return isinstance(cause, GenericError)
-
-
-def _retrying() -> tenacity.Retrying:
-    return tenacity.Retrying(
-        retry=tenacity.retry_if_exception(is_transient),
-        wait=tenacity.wait_random_exponential(multiplier=0.05, max=5),
-        stop=tenacity.stop_after_attempt(5),
-        reraise=True,
-    )
-
-
 def _create(store: Store, write: Callable[[], None], key: str, data: bytes) -> None:
     """Create with retries; a retry that finds its own earlier write there has won."""
-    for attempt in _retrying():
+    for attempt in retrying():
         with attempt:
             try:
                 write()
             except AlreadyExists:
                 if attempt.retry_state.attempt_number == 1 or store.read(key) != data:
                     raise
-
-
-@contextmanager
-def explained(verb: str, where: str | Path) -> Iterator[None]:
-    """Turn errors of the file system or the bucket into StoreErrors that say where and what to do."""
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise NotFound(f"cannot {verb} {where}: no such file") from error
-    except AlreadyExistsError as error:
-        raise AlreadyExists(f"{where} exists already") from error
-    except OSError as error:
-        hint = HINTS.get(error.errno or 0)
-        reason = f"{error.strerror or error}" + (f" ({hint})" if hint else "")
-        raise StoreError(f"cannot {verb} {where}: {reason}") from error
-    except BaseError as error:
-        raise StoreError(f"cannot {verb} {where}: {str(error).splitlines()[0]}") from error
 
 
 class LocalDirectory:
@@ -190,7 +153,7 @@ class LocalDirectory:
             return []
 
     def read(self, key: str) -> bytes:
-        for attempt in _retrying():
+        for attempt in retrying():
             with attempt, explained("read", self._root / key):
                 return (self._root / key).read_bytes()
         raise AssertionError("tenacity re-raises")
@@ -218,9 +181,18 @@ class LocalDirectory:
             path.parent.mkdir(parents=True, exist_ok=True)
             return path.open("xb", buffering=0)
 
+    def walk(self) -> "list[Entry]":
+        with explained("list", self._root):
+            paths = [Path(top) / name for top, _, names in os.walk(self._root) for name in names]
+            return sorted(local_entry(path, self._root) for path in paths if not path.is_symlink())
+
     def delete(self, key: str) -> None:
         with explained("delete", self._root / key):
             (self._root / key).unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        with explained("delete", self._root), contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(self._root)
 
     def sweep(self, min_age_s: float = 3600.0) -> None:
         staging = self._root / STAGING
@@ -326,7 +298,7 @@ class Bucket:
         return sorted(path.rstrip("/").rsplit("/", 1)[-1] for path in paths)
 
     def read(self, key: str) -> bytes:
-        for attempt in _retrying():
+        for attempt in retrying():
             with attempt, explained("read", self.locate(key)):
                 return bytes(obstore.get(self._bucket, self._key(key)).bytes())
         raise AssertionError("tenacity re-raises")
@@ -349,12 +321,22 @@ class Bucket:
             yield cast("IO[bytes]", sink)
             sink.finish()  # not in a finally: an upload that is not closed never appears
 
+    def walk(self) -> "list[Entry]":
+        with explained("list", self._uri):
+            found = obstore.list(self._bucket, self._prefix or None).collect()
+        below = [(item, str(item["path"])[len(self._prefix) :].lstrip("/")) for item in found]
+        return [object_entry(item, self.locate(key), key) for item, key in below]
+
     def delete(self, key: str) -> None:
         try:
             with explained("delete", self.locate(key)):
                 obstore.delete(self._bucket, self._key(key))
         except NotFound:
             pass
+
+    def remove(self) -> None:
+        for entry in self.walk():
+            self.delete(entry.relative)
 
     def sweep(self, min_age_s: float = 3600.0) -> None:
         """Nothing: unfinished uploads are the bucket's lifecycle rule to remove."""
@@ -394,12 +376,13 @@ def local_entry(path: Path, base: Path | None = None) -> Entry:
     """Describe a local file found under ``base``."""
     info = path.stat()
     relative = path.relative_to(base).as_posix() if base else ""
-    return Entry(str(path), info.st_size, str(info.st_mtime_ns), relative)
+    return Entry(str(path), info.st_size, str(info.st_mtime_ns), relative, info.st_mtime)
 
 
 def object_entry(item: Any, uri: str, relative: str = "") -> Entry:
     """Describe an object from obstore's listing of it."""
-    return Entry(uri, int(item["size"]), str(item["e_tag"] or item["last_modified"].isoformat()), relative)
+    modified = item["last_modified"]
+    return Entry(uri, int(item["size"]), str(item["e_tag"] or modified.isoformat()), relative, modified.timestamp())
 
 
 def local_path(location: str) -> Path | None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.locations import find_files
+from jobs.locations import find_files, split_location
 from jobs.store import open_input, open_store
 from schemas.errors import InputDataError
 
@@ -48,3 +48,11 @@ def test_a_file_uri_is_a_local_path(tmp_path: Path) -> None:
 def test_an_unknown_scheme_is_refused() -> None:
     with pytest.raises(InputDataError, match="unknown scheme 'ftp'"):
         find_files("ftp://host/a.parquet", (".parquet",))
+
+
+def test_a_file_s_location_splits_into_directory_and_name() -> None:
+    assert split_location("s3://bucket/some/x.csv") == ("s3://bucket/some", "x.csv")
+    assert split_location("/data/x.csv") == ("/data", "x.csv")
+    for nothing in ("s3://bucket", "s3://bucket/", "/"):
+        with pytest.raises(InputDataError, match="names no file"):
+            split_location(nothing)

@@ -84,11 +84,14 @@ def test_a_cancelled_job_goes_on_where_it_was(queued: Machine) -> None:
     assert queued.queue.depth(queued.job().spec.model.queue) == 2
 
 
-def test_a_paused_job_waits_for_resume(queued: Machine) -> None:
-    assert queued.run("pause", "data").exit_code == 0
-    assert queued.job().state() is JobState.PAUSED
-    assert queued.run("resume", "data", "--no-wait").exit_code == 0
-    assert queued.job().state() is JobState.QUEUED
+def test_a_paused_job_waits_for_resume_or_unpause(queued: Machine) -> None:
+    for verb in ("resume --no-wait", "unpause"):
+        assert queued.run("pause", "data").exit_code == 0
+        assert queued.job().state() is JobState.PAUSED
+        assert queued.run(*verb.split(), "data").exit_code == 0
+        assert queued.job().state() is JobState.QUEUED
+    result = queued.run("unpause", "data")
+    assert (result.exit_code, "is not paused but queued" in result.stderr) == (1, True)
 
 
 @pytest.mark.parametrize("verb", ["cancel", "pause"])

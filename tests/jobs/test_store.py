@@ -17,11 +17,11 @@ from jobs.store import (
     LocalDirectory,
     Store,
     exists,
-    is_transient,
     open_store,
     probe,
     replace,
 )
+from jobs.store_errors import is_transient
 from schemas.errors import AlreadyExists, NotFound, StoreError
 
 
@@ -39,6 +39,17 @@ def test_the_second_creation_of_a_key_fails_and_changes_nothing(store: Store) ->
     with pytest.raises(AlreadyExists, match=r"b\.txt exists already"):
         store.create("a/b.txt", b"second")
     assert store.read("a/b.txt") == b"first"
+
+
+def test_a_walk_finds_every_file_and_a_removed_root_has_none(store: Store) -> None:
+    for key in ("a", "b/c", "b/d/e"):
+        store.create(key, key.encode())
+    assert sorted((entry.relative, entry.size_bytes) for entry in store.walk()) == [("a", 1), ("b/c", 3), ("b/d/e", 5)]
+    assert {entry.relative for entry in store.within("b").walk()} == {"c", "d/e"}
+    assert all(entry.modified_s > 1.7e9 for entry in store.walk())
+    store.within("b").remove()
+    assert [entry.relative for entry in store.walk()] == ["a"]
+    store.within("b").remove()
 
 
 def test_of_many_racing_creators_exactly_one_wins(store: Store) -> None:

@@ -73,7 +73,11 @@ class Machine:
 
     def job(self) -> Job:
         """The only job."""
-        (job_id,) = self.job_ids()
+        return self.open_job("")
+
+    def open_job(self, beginning: str) -> Job:
+        """The only job whose id begins so."""
+        (job_id,) = (job_id for job_id in self.job_ids() if job_id.startswith(beginning))
         return Job.open(open_store(self.settings.jobs_root), job_id)
 
     def close(self) -> None:

@@ -1,0 +1,157 @@
+"""``python -m jobs.export JOB --to PATH``: a finished job's output in the formats of other tools.
+
+Reads the output files; a target appears whole or not at all. Knows no parts and no inputs.
+"""
+
+import base64
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from typing import IO, Any
+
+import click
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+
+from jobs.cli import verb
+from jobs.finish import output_schema
+from jobs.job import Job, OutputFile
+from jobs.locations import split_location
+from jobs.source import python_rows
+from jobs.store import Store, exists, open_input, open_store
+from schemas.errors import JobError, StoreError
+from schemas.settings import Settings
+
+BATCH_ROWS = 4096
+COPY_BYTES = 2**23
+
+WriteFile = Callable[[Job, IO[bytes]], None]
+
+
+def export(job: Job, form: str, location: str, *, overwrite: bool = False) -> None:
+    """Write the job's output to ``location`` as ``form``, one of ``FORMATS``.
+
+    Raises JobError if the job has not ended, StoreError if the target exists (``overwrite``: it is replaced).
+    """
+    if job.success() is None:
+        raise JobError(f"{job.job_id} has not ended ({job.state()}): there is nothing to export yet")
+    if form == "hf":
+        _export_dataset(job, open_store(location), overwrite)
+        return
+    directory, name = split_location(location)
+    store = open_store(directory)
+    _refuse_existing(store, name, overwrite)
+    with store.open_writer(name) as sink:
+        WRITERS[form](job, sink)
+    store.sweep()
+
+
+def write_csv(job: Job, sink: IO[bytes]) -> None:
+    """Write one CSV table with a header; nested values are JSON text, bytes are base64."""
+    schema = pa.schema([pa.field(field.name, _csv_type(field.type)) for field in output_schema(job)])
+    with pyarrow.csv.CSVWriter(sink, schema) as writer:
+        for batch in _read_batches(job):
+            arrays = [_csv_array(column, field.type) for column, field in zip(batch.columns, schema, strict=True)]
+            writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=schema))
+
+
+def write_jsonl(job: Job, sink: IO[bytes]) -> None:
+    """Write one JSON object a row, keys in column order; bytes are base64, what JSON has no type for is text."""
+    for batch in _read_batches(job):
+        for row in python_rows(batch):
+            sink.write(_to_json(row).encode() + b"\n")
+
+
+WRITERS: dict[str, WriteFile] = {"csv": write_csv, "jsonl": write_jsonl}
+FORMATS = (*WRITERS, "hf")
+
+
+def _export_dataset(job: Job, store: Store, overwrite: bool) -> None:
+    """Lay the output files out as a Hugging Face dataset: ``data/train-*.parquet`` and a card that names them."""
+    _refuse_existing(store, "README.md", overwrite)
+    files = _output_files(job)
+    for number, file in enumerate(files):
+        key = f"data/train-{number:05d}-of-{len(files):05d}.parquet"
+        _refuse_existing(store, key, overwrite)
+        with open_input(file.uri) as source, store.open_writer(key) as sink:
+            shutil.copyfileobj(source, sink, COPY_BYTES)
+    with store.open_writer("README.md") as sink:
+        sink.write(_dataset_card(job, files).encode())
+    store.sweep()
+
+
+def _dataset_card(job: Job, files: list[OutputFile]) -> str:
+    path = "data/train-*.parquet"
+    counts = json.dumps({str(status): number for status, number in job.counts().items()})
+    return (
+        f"---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: {path}\n---\n\n"
+        f"# {job.job_id}\n\n{sum(file.num_rows for file in files):,} rows labelled with Nightmill by "
+        f"`{job.spec.model.name}` (digest `{job.spec.model.digest}`). Rows by status: `{counts}`.\n"
+    )
+
+
+def _refuse_existing(store: Store, key: str, overwrite: bool) -> None:
+    if not overwrite and exists(store, key):
+        raise StoreError(f"{store.locate(key)} exists: choose another --to, or pass --overwrite")
+
+
+def _output_files(job: Job) -> list[OutputFile]:
+    success = job.success()
+    return [] if success is None else [file for file in success.outputs if file.num_rows]
+
+
+def _read_batches(job: Job) -> Iterator[pa.RecordBatch]:
+    for file in _output_files(job):
+        with open_input(file.uri) as source:
+            yield from pq.ParquetFile(source).iter_batches(BATCH_ROWS)
+
+
+def _csv_type(kind: pa.DataType) -> pa.DataType:
+    return pa.string() if pa.types.is_nested(kind) or _is_binary(kind) else kind
+
+
+def _csv_array(column: pa.Array, kind: pa.DataType) -> pa.Array:
+    if column.type == kind:
+        return column
+    texts = [
+        None if value is None else base64.b64encode(value).decode() if isinstance(value, bytes) else _to_json(value)
+        for value in column.to_pylist()
+    ]
+    return pa.array(texts, kind)
+
+
+def _is_binary(kind: pa.DataType) -> bool:
+    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind)
+
+
+def _to_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=_encode_odd)
+
+
+def _encode_odd(value: Any) -> str:
+    return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)
+
+
+@verb("export")
+@click.argument("job")
+@click.option("--to", "location", required=True, metavar="PATH", help="A file; for hf a directory. URIs too.")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(FORMATS),
+    help="[default: by the ending .csv or .jsonl, hf for anything else]",
+)
+@click.option("--overwrite", is_flag=True, help="Replace what is there.")
+def main(settings: Settings, *, job: str, location: str, form: str | None, overwrite: bool) -> None:
+    """Write the output of JOB as CSV, JSON lines or a Hugging Face dataset directory."""
+    from jobs import api
+
+    found = api.open_job(job, settings)
+    form = form or next((name for name in WRITERS if location.lower().endswith(f".{name}")), "hf")
+    export(found, form, location, overwrite=overwrite)
+    click.echo(f"{found.job_id}: {found.num_rows:,} rows as {form} in {location}")
+
+
+if __name__ == "__main__":
+    main()

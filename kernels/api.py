@@ -67,14 +67,44 @@ class Gate:
 class ExpertRows:
     """The N * K pairs (row, chosen expert) sorted by expert, then by row: what a grouped GEMM computes.
 
-    Each expert's run is padded to a multiple of the backend's row alignment. X depends on N, K, E and the alignment
-    alone, so that a CUDA graph can hold it.
+    Pairs with expert -1 follow behind the last run and are not computed. Each expert's run is padded to a multiple of
+    the backend's row alignment. X depends on N, K, E and the alignment alone, so that a CUDA graph can hold it.
     """
 
-    sources: Tensor  # int64 [X]: the row that is copied here; 0 for padding
+    sources: Tensor  # int64 [X]: the row that is copied here; any in padding
     experts: Tensor  # int32 [X]: its expert; -1 for padding (DeepGEMM's grouped_layout)
     ends: Tensor  # int32 [E]: where each expert's run ends, its padding included
     places: Tensor  # int64 [N, K]: where each pair went
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """Rows [X, hidden] that chose an expert of this rank, from all ranks, and what it takes to send results back.
+
+    ``experts`` counts from this rank's first expert; -1 marks a choice that is on another rank.
+    """
+
+    x: Tensor  # [X, hidden]
+    weights: Tensor  # float32 [X, K]
+    experts: Tensor  # int64 [X, K]
+    handle: Any  # of the exchange that made it
+
+
+class Exchange(Protocol):
+    """Moves rows between ranks that each hold an equal run of a layer's experts. All ranks call it equally often."""
+
+    def dispatch(self, x: Tensor, weights: Tensor, experts: Tensor, *, max_rows: int) -> Dispatched:
+        """Send each row of ``x`` [N, hidden], with weights and experts [N, K], to the ranks that hold its experts.
+
+        Rank r of R holds experts r * E / R and those after it. No rank has more than ``max_rows`` rows, which all
+        ranks pass alike: a form of static shape sends so many, whatever N is.
+        """
+
+    def combine(self, y: Tensor, sent: Dispatched) -> Tensor:
+        """Sum up over ranks what became of each row: ``y`` [X, hidden] in the order of ``sent.x`` -> [N, hidden].
+
+        Summed in fp32 in the order of ranks, so that a row's result depends on no other row.
+        """
 
 
 @dataclass(frozen=True)
@@ -169,7 +199,8 @@ class Kernels(Protocol):
     def experts_mlp(self, x: Tensor, weights: Tensor, experts: Tensor, packed: Any) -> Tensor:
         """Sum of K gated MLPs a row of ``x`` [N, hidden], times their weights, in fp32 and in slot order: [N, hidden].
 
-        ``weights`` float32 and ``experts`` int64 [N, K] come from ``route``; a row's result does not depend on others.
+        ``weights`` float32 and ``experts`` int64 [N, K] come from ``route`` or ``Exchange.dispatch``; expert -1 adds
+        nothing. A row's result does not depend on others.
         """
 
     def apply_token_bitmask(self, logits: Tensor, bitmask: Tensor) -> None:

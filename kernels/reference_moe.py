@@ -51,16 +51,18 @@ def sort_by_expert(experts: Tensor, num_experts: int, alignment: int) -> ExpertR
     num_pairs, device = experts.numel(), experts.device
     num_rows = num_pairs + min(num_pairs, num_experts) * (alignment - 1)
     num_rows = -(-num_rows // alignment) * alignment
-    sorted_experts, order = experts.flatten().sort(stable=True)
+    known = torch.where(experts < 0, num_experts, experts)
+    sorted_experts, order = known.flatten().sort(stable=True)
     bounds = torch.searchsorted(sorted_experts, torch.arange(num_experts + 1, device=device))
     padded_counts = (bounds.diff() + alignment - 1) // alignment * alignment
     ends = padded_counts.cumsum(0)
-    shifts = ends - padded_counts - bounds[:-1]
+    starts = torch.cat((ends - padded_counts, ends[-1:]))
+    shifts = starts - bounds
     places_in_order = torch.arange(num_pairs, device=device) + shifts[sorted_experts]
     sources = torch.zeros(num_rows, dtype=torch.int64, device=device)
     sources[places_in_order] = order // experts.shape[1]
     expert_of = torch.full((num_rows,), -1, dtype=torch.int32, device=device)
-    expert_of[places_in_order] = sorted_experts.int()
+    expert_of[places_in_order] = torch.where(sorted_experts < num_experts, sorted_experts, -1).int()
     places = torch.empty_like(order)
     places[order] = places_in_order
     return ExpertRows(sources, expert_of, ends.int(), places.view_as(experts))
@@ -81,7 +83,9 @@ def grouped_linear(x: Tensor, weight: Tensor, rows: ExpertRows) -> Tensor:
 
 def combine(y: Tensor, weights: Tensor, rows: ExpertRows) -> Tensor:
     """Weighted sum over each row's slots, in slot order: y [X, hidden], weights [N, K] -> [N, hidden] in y's dtype."""
-    total = y[rows.places[:, 0]].float() * weights[:, :1]
-    for slot in range(1, weights.shape[1]):
-        total.addcmul_(y[rows.places[:, slot]].float(), weights[:, slot, None])
+    is_void = (rows.experts < 0)[rows.places]  # then y is undefined
+    total = torch.zeros(len(weights), y.shape[1], dtype=torch.float32, device=y.device)
+    for slot in range(weights.shape[1]):
+        part = y[rows.places[:, slot]].float()
+        total.addcmul_(part.masked_fill_(is_void[:, slot, None], 0), weights[:, slot, None])
     return total.to(y.dtype)

@@ -61,17 +61,23 @@ def test_each_pair_has_one_place_in_its_experts_aligned_run(
     num_rows: int, num_experts: int, alignment: int, data: st.DataObject
 ) -> None:
     num_selected = data.draw(st.integers(1, num_experts))
-    picks = [data.draw(st.permutations(range(num_experts)))[:num_selected] for _ in range(num_rows)]
+    of_others = data.draw(st.frozensets(st.integers(0, num_experts - 1)))
+    chosen = [data.draw(st.permutations(range(num_experts)))[:num_selected] for _ in range(num_rows)]
+    picks = [[-1 if expert in of_others else expert for expert in row] for row in chosen]
     experts = torch.tensor(picks, dtype=torch.int64).view(num_rows, num_selected)
     rows = sort_by_expert(experts, num_experts, alignment)
     starts = [0, *rows.ends.tolist()]
     assert all(start % alignment == 0 for start in starts)
     assert starts[-1] <= len(rows.sources) == len(rows.experts)
     assert len(rows.sources) % alignment == 0
-    assert sorted(rows.places.flatten().tolist()) == (rows.experts >= 0).nonzero().flatten().tolist()
+    is_here = experts >= 0
+    assert sorted(rows.places[is_here].tolist()) == (rows.experts >= 0).nonzero().flatten().tolist()
+    assert (rows.experts[rows.places[~is_here]] == -1).all()
     for row in range(num_rows):
         for slot in range(num_selected):
             place, expert = int(rows.places[row, slot]), picks[row][slot]
+            if expert < 0:
+                continue
             assert (int(rows.sources[place]), int(rows.experts[place])) == (row, expert)
             assert starts[expert] <= place < starts[expert + 1]
     same_shape = sort_by_expert(torch.zeros_like(experts), num_experts, alignment)
@@ -96,10 +102,11 @@ def test_experts_equal_a_loop_over_rows_and_slots(kernels: ReferenceKernels) -> 
     x, gate_up = torch.randn(7, 10, generator=generator), torch.randn(5, 12, 10, generator=generator)
     down, weights = torch.randn(5, 10, 6, generator=generator), torch.rand(7, 2, generator=generator)
     experts = torch.stack([torch.randperm(4, generator=generator)[:2] for _ in range(7)])  # expert 4 gets nothing
+    experts[2], experts[4, 0] = -1, -1  # those are on another rank
     got = kernels.experts_mlp(x, weights, experts, kernels.pack_experts(gate_up, down))
     wanted = torch.zeros_like(x)
     for row in range(7):
-        for slot in range(2):
+        for slot in (experts[row] >= 0).nonzero().flatten():
             gate, up = (gate_up[experts[row, slot]] @ x[row]).chunk(2)
             inner = torch.nn.functional.silu(gate) * up
             wanted[row] += weights[row, slot] * (down[experts[row, slot]] @ inner)

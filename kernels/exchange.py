@@ -1,0 +1,70 @@
+"""Forms of the exchange of rows between the ranks that share a layer's experts; kernels.api.Exchange has the contract.
+
+Knows a process group at most, never how many groups there are or why.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kernels.api import Dispatched
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class LocalExchange:
+    """All experts are here."""
+
+    def dispatch(self, x: Tensor, weights: Tensor, experts: Tensor, *, max_rows: int) -> Dispatched:
+        """See Exchange.dispatch."""
+        return Dispatched(x, weights, experts, None)
+
+    def combine(self, y: Tensor, sent: Dispatched) -> Tensor:
+        """See Exchange.combine."""
+        return y
+
+
+class CollectiveExchange:
+    """All rows to all ranks in one all-gather, partial sums back in one all-to-all: gloo on CPUs, NCCL on GPUs.
+
+    Shapes are static and nothing is read on the host, so that a CUDA graph can hold it. For R ranks it sends
+    R - 1 copies of a row, which is least as long as a row's experts are on most ranks.
+    """
+
+    def __init__(self, group: ProcessGroup, num_experts: int) -> None:
+        """``num_experts`` is that of each rank."""
+        self._group, self._num_experts = group, num_experts
+        self._num_ranks, self._first = group.size(), group.rank() * num_experts
+
+    def dispatch(self, x: Tensor, weights: Tensor, experts: Tensor, *, max_rows: int) -> Dispatched:
+        """See Exchange.dispatch; a row travels as bytes: values, weights, experts."""
+        from torch import distributed
+
+        parts = [part.contiguous().view(torch.uint8) for part in (x, weights, experts.int())]
+        sizes = [part.shape[1] for part in parts]
+        mine = x.new_zeros((max_rows, sum(sizes)), dtype=torch.uint8)
+        torch.cat(parts, dim=1, out=mine[: len(x)])
+        mine[len(x) :, -sizes[2] :] = 255  # rows of nobody: expert -1
+        rows = mine.new_empty(self._num_ranks * max_rows, mine.shape[1])
+        distributed.all_gather_into_tensor(rows, mine, group=self._group)
+        all_x, all_weights, all_experts = (part.contiguous() for part in rows.split(sizes, dim=1))
+        local = all_experts.view(torch.int32).long() - self._first
+        is_here = (local >= 0) & (local < self._num_experts)
+        local = torch.where(is_here, local, -1)
+        return Dispatched(all_x.view(x.dtype), all_weights.view(torch.float32), local, len(x))
+
+    def combine(self, y: Tensor, sent: Dispatched) -> Tensor:
+        """See Exchange.combine."""
+        from torch import distributed
+
+        parts = torch.empty_like(y)
+        distributed.all_to_all_single(parts, y.contiguous(), group=self._group)
+        by_rank = parts.unflatten(0, (self._num_ranks, -1))[:, : sent.handle]
+        total = by_rank[0].float()
+        for part in by_rank[1:]:
+            total = total + part
+        return total.to(y.dtype)

@@ -26,6 +26,7 @@ from jobs.prompts import Prompt, PromptBuilder, Refusal
 from jobs.queue import Queue
 from jobs.source import ChunkReader, Inputs, python_rows, scan_inputs
 from jobs.store import open_store
+from jobs.thresholds import Thresholds
 from jobs.wait import Reporter, Snapshot, Waiter
 from schemas.constraints import KeywordDecision, enforcement_plan
 from schemas.errors import AlreadyExists, BrokerError, ConstraintError, InputDataError, JobNotFound
@@ -81,6 +82,7 @@ class Submission:
     output: str | None = None  # where final files go; None: inside the job directory
     chunk_rows: int | None = None  # None: Settings
     priority: Priority = Priority.INTERACTIVE
+    thresholds: Thresholds | None = None  # beyond them the job is stopped
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,7 @@ class Prepared:
     example: Prompt | Refusal | None  # the first row's prompt, or the first row's refusal if the first rows have none
     label_type: pa.DataType
     priority: Priority = Priority.INTERACTIVE
+    thresholds: Thresholds | None = None
 
     @property
     def num_rows(self) -> int:
@@ -123,7 +126,16 @@ def prepare(submission: Submission, settings: Settings) -> Prepared:
     example = _build_example(builder, spec, inputs.schema, chunks)
     label_type = label_column(spec).type
     plan = Plan(chunks, inputs.schema)
-    return Prepared(spec, plan, submission.output, decisions, example, label_type, submission.priority)
+    return Prepared(
+        spec,
+        plan,
+        submission.output,
+        decisions,
+        example,
+        label_type,
+        priority=submission.priority,
+        thresholds=submission.thresholds,
+    )
 
 
 def submit(prepared: Prepared, settings: Settings) -> Job:
@@ -141,6 +153,7 @@ def submit(prepared: Prepared, settings: Settings) -> Job:
         input_schema=plan.input_schema,
         output=prepared.output,
         priority=prepared.priority,
+        thresholds=prepared.thresholds,
     )
     with suppress(AlreadyExists):
         job.store.create(ENFORCEMENT_FILE, encode_json(prepared.decisions))
@@ -148,11 +161,11 @@ def submit(prepared: Prepared, settings: Settings) -> Job:
 
 
 def enqueue(job: Job, settings: Settings) -> Job:
-    """Queue the chunks of ``job`` that have no part and are in nobody's hands; none of a cancelled or paused job.
+    """Queue the chunks of ``job`` that have no part and are in nobody's hands; none of a job that was stopped.
 
     Raises BrokerError that says how to go on.
     """
-    if try_finish(job) or job.is_cancelled() or job.is_paused():
+    if try_finish(job) or job.is_stopped():
         return job
     job.unfail()
     try:
@@ -176,10 +189,11 @@ def wait(job: Job, settings: Settings, reporter: Reporter | None = None) -> JobS
 def resume(job: Job, settings: Settings, *, parked: bool = False) -> Job:
     """Queue again exactly the chunks without a part; with ``parked`` also those that were given up.
 
-    A paused or cancelled job goes on. Raises BrokerError.
+    A paused or cancelled job goes on, and one that a threshold stopped, without thresholds. Raises BrokerError.
     """
     job.unpause()
     job.uncancel()
+    job.lift_limits()
     if parked:
         queue = connect_queue(settings)
         for index in job.unpark():

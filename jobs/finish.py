@@ -45,7 +45,7 @@ def try_finish(job: Job) -> bool:
         raise JobError(f"{job.job_id}: {sum(counts.values())} rows came out of {job.num_rows}: {counts}")
     success = Success(
         job_id=job.job_id,
-        state=final_state(counts),
+        state=JobState.FAILED if job.is_aborted() else final_state(counts),
         num_rows=job.num_rows,
         counts=counts,
         outputs=outputs,

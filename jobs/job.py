@@ -18,6 +18,7 @@ from jobs.parts import PartInfo, encode_part, read_part, read_part_info
 from jobs.plan import Plan, check_format_version, decode_plan, encode_plan
 from jobs.source import ChunkReader, check_columns, python_rows, scan_schema
 from jobs.store import Store, absolute_location, exists, open_store, probe, replace
+from jobs.thresholds import Thresholds
 from schemas.errors import AlreadyExists, InputDataError, JobError, JobNotFound, NotFound
 from schemas.records import (
     FORMAT_VERSION,
@@ -35,7 +36,7 @@ from schemas.records import (
 
 JOB_FILE, PLAN_FILE, SUCCESS_FILE = "job.json", "plan.parquet", "_SUCCESS.json"
 PARTS, PARKED, OUTPUT = "parts", "parked", "output"
-CANCELLED, PAUSED, FAILED = "_cancelled", "_paused", "_failed.json"
+CANCELLED, PAUSED, FAILED, UNLIMITED = "_cancelled", "_paused", "_failed.json", "_unlimited"
 PART_NAME = re.compile(r"part-(\d+)\.parquet")
 JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -49,6 +50,7 @@ class JobFile(Record):
     created: str  # UTC, ISO 8601
     output: str | None = None  # where the final files go; None: inside the job directory
     priority: Priority = Priority.INTERACTIVE
+    thresholds: Thresholds | None = None  # beyond them the job is stopped
     format_version: int = FORMAT_VERSION
 
 
@@ -78,6 +80,7 @@ class Failure(Record):
 
     cause: str
     failed: str  # UTC, ISO 8601
+    is_abort: bool = False  # a threshold was met: a worker that has an engine does not go on by itself
     format_version: int = FORMAT_VERSION
 
 
@@ -92,6 +95,7 @@ class Job:
         self.created = file.created
         self.output = file.output
         self.priority = file.priority
+        self.thresholds = file.thresholds
         self.chunks = plan.chunks
         self.input_schema: pa.Schema = plan.input_schema
         self._infos: dict[str, PartInfo] = {}  # parts never change, parked ones may
@@ -106,10 +110,11 @@ class Job:
         input_schema: pa.Schema | None = None,
         output: str | None = None,
         priority: Priority = Priority.INTERACTIVE,
+        thresholds: Thresholds | None = None,
     ) -> Self:
         """Create the job's directory under the jobs root, or attach to it if the same job is there already.
 
-        An attached job keeps its chunks and its priority. ``input_schema`` is read from the input files if not given.
+        An attached job keeps its chunks, priority and thresholds. Without ``input_schema`` the input files are read.
         Raises JobError if the directory holds something else, InputDataError for columns that clash.
         """
         if not JOB_NAME.fullmatch(spec.name):
@@ -123,7 +128,7 @@ class Job:
             probe(directory)
             plan = encode_plan(spec.job_id, Plan(tuple(chunks), input_schema))
             now = datetime.now(UTC).isoformat(timespec="seconds")
-            file = JobFile(spec=spec, created=now, output=output, priority=priority)
+            file = JobFile(spec=spec, created=now, output=output, priority=priority, thresholds=thresholds)
             for key, data in ((PLAN_FILE, plan), (JOB_FILE, encode_json(file))):
                 _create_or_keep(directory, key, data)
         job = cls.open(store, spec.job_id)
@@ -282,14 +287,36 @@ class Job:
         """Say whether the job is paused."""
         return exists(self.store, PAUSED)
 
-    def fail(self, cause: str) -> None:
-        """Say that nobody can work on the job, and why; parts stay, and whoever works on it after all takes it back."""
+    def fail(self, cause: str, *, is_abort: bool = False) -> None:
+        """Say that nobody works on the job, and why; parts stay.
+
+        Whoever can work on it after all takes it back; not so an abort, which takes ``lift_limits``.
+        """
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        replace(self.store, FAILED, encode_json(Failure(cause=cause, failed=now)))
+        replace(self.store, FAILED, encode_json(Failure(cause=cause, failed=now, is_abort=is_abort)))
 
     def unfail(self) -> None:
-        """Take back ``fail``."""
-        self.store.delete(FAILED)
+        """Take back ``fail``, unless a threshold was its reason."""
+        if not self.is_aborted():
+            self.store.delete(FAILED)
+
+    def is_aborted(self) -> bool:
+        """Say whether a threshold stopped the job."""
+        return self.thresholds is not None and (failure := self.failure()) is not None and failure.is_abort
+
+    def lift_limits(self) -> None:
+        """Go on without thresholds: somebody has looked."""
+        if self.is_aborted():
+            _create_or_keep(self.store, UNLIMITED, b"")
+            self.store.delete(FAILED)
+
+    def is_unlimited(self) -> bool:
+        """Say whether the thresholds hold no longer."""
+        return exists(self.store, UNLIMITED)
+
+    def is_stopped(self) -> bool:
+        """Say whether no chunk may be started or go on: cancelled, paused or aborted."""
+        return self.is_cancelled() or self.is_paused() or self.is_aborted()
 
     def failure(self) -> Failure | None:
         """Return why nobody works on the job, or None if that is not so."""

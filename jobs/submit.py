@@ -140,6 +140,10 @@ def _split_names(_context: click.Context, _parameter: click.Parameter, value: st
     help="nightly: its chunks wait while interactive jobs have any.",
 )
 @click.option("--name", help="The job's name.  [default: the first file's stem]")
+@click.option(
+    "--abort", "limits", multiple=True, metavar="STATUS=SHARE", help="Stop the job beyond it: invalid=2%; repeatable."
+)
+@click.option("--abort-min-rows", type=click.IntRange(1), metavar="ROWS", help="Look from so many rows on.  [200]")
 @click.option("--wait/--no-wait", "wait", default=None, help="[default: wait, unless a broker is configured]")
 @click.option("--dry-run", is_flag=True, help="Show what would be done; write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="JSON lines on stdout, for programs.")
@@ -154,6 +158,8 @@ def main(
     prompt: str | None,
     system: str | None,
     max_attempts: int,
+    limits: tuple[str, ...],
+    abort_min_rows: int | None,
     wait: bool | None,
     dry_run: bool,
     as_json: bool,
@@ -167,6 +173,7 @@ def main(
     """
     from jobs import api, show
     from jobs.follow import follow
+    from jobs.thresholds import parse_thresholds
 
     prepared = api.prepare(
         api.Submission(
@@ -176,6 +183,7 @@ def main(
             constraint_column_kind=None if constraint_kind is None else ConstraintKind(constraint_kind),
             sampling=_pop_sampling(options),
             retry=RetryPolicy(max_attempts=max_attempts),
+            thresholds=parse_thresholds(limits, abort_min_rows),
             **options,
         ),
         settings,

@@ -48,12 +48,12 @@ def make_job(
     if not locations:
         path = root / "in.parquet"
         locations = [path if path.exists() else write_input(path, {"text": [f"row {i}" for i in range(10)]})]
-    output = fields.pop("output", None)
+    outside = {name: fields.pop(name) for name in ("output", "thresholds") if name in fields}
     inputs = scan_inputs([str(location) for location in locations])
     spec = JobSpec(**{"name": "tiny", "model": MODEL, "inputs": inputs.files, **fields})
     chunks = make_chunks(inputs.files, chunk_rows, spec.limit)
     store = open_store(str(root / "jobs")) if store is None else store
-    return Job.create(store, spec, chunks, input_schema=inputs.schema, output=output)
+    return Job.create(store, spec, chunks, input_schema=inputs.schema, **outside)
 
 
 class ScriptedEngine:

@@ -19,6 +19,7 @@ from jobs.broker import broker_url, ensure_broker
 from jobs.queue import Queue, celery_config
 from jobs.source import ChunkReader
 from jobs.store import Store, open_store
+from jobs.thresholds import Watch
 from schemas.errors import NightmillError
 from schemas.log import configure_logging
 from schemas.model_files import model_ref
@@ -56,6 +57,11 @@ class WorkerApp(Celery):  # type: ignore[misc]
     def reader(self) -> ChunkReader:
         """Reads the rows of all chunks, so that neighbours decode a row group once."""
         return ChunkReader(self.settings.jobs.read_batch_bytes)
+
+    @cached_property
+    def watch(self) -> Watch:
+        """Looks whether the jobs that are worked on are beyond their thresholds."""
+        return Watch()
 
     @cached_property
     def model(self) -> ModelRef:

@@ -64,8 +64,8 @@ def _receive(app: Any, slot: Slot, job_id: str, index: int) -> None:
         log.error("job_unusable", reason=str(error))
         return
     if not job.is_committed(index):
-        if job.is_cancelled() or job.is_paused():
-            log.info("chunk_dropped", reason="the job is cancelled or paused")
+        if job.is_stopped():
+            log.info("chunk_dropped", reason="the job is cancelled, paused or aborted")
             return
         with app.job_queue.lease(job_id, index) as is_ours:
             if not is_ours:
@@ -98,7 +98,7 @@ class ChunkRun:
         self._chunk = chunk
         self._token = delivery_token()
         self._spill = open_spill(job, chunk, app.settings.state_dir)
-        self._job_stop = Throttled(FLAG_INTERVAL_S, lambda: job.is_cancelled() or job.is_paused())
+        self._job_stop = Throttled(FLAG_INTERVAL_S, job.is_stopped)
         self._next_progress_s = 0.0
         self._has_submitted = False
 
@@ -116,7 +116,7 @@ class ChunkRun:
         except Interrupted:
             if self._slot.is_stopping:
                 raise
-            log.info("chunk_dropped", reason="the job was cancelled or paused")
+            log.info("chunk_dropped", reason="the job was cancelled, paused or aborted")
             return False
         queue.forget_deliveries(job_id, index)
         return True
@@ -180,6 +180,7 @@ class ChunkRun:
         if not self._job.commit_part(self._chunk.index, rows, parked=parked, history=history):
             log.info("chunk_was_committed", reason="another worker was first")
         self._spill.remove()
+        self._abort_beyond_thresholds()
         self._app.on_hop("committed")
 
     def _submit(self, request: Request, constraint: Constraint | None) -> Future[Completion]:
@@ -196,6 +197,13 @@ class ChunkRun:
         if (now_s := time.monotonic()) >= self._next_progress_s:
             self._next_progress_s = now_s + PROGRESS_INTERVAL_S
             self._app.job_queue.progress(self._job.job_id, self._chunk.index, counts)
+            self._abort_beyond_thresholds(counts)
+
+    def _abort_beyond_thresholds(self, running: Mapping[RowStatus, int] | None = None) -> None:
+        """Stop the job if too many of its rows fail; other workers see that as they see a cancel."""
+        if not self._job.is_aborted() and (breach := self._app.watch.find_breach(self._job, running)) is not None:
+            log.error("job_aborted", reason=breach)
+            self._job.fail(breach, is_abort=True)
 
 
 class Throttled:

@@ -21,6 +21,7 @@ from jobs.plan import make_chunks
 from jobs.queue import PREFIX, UNACKED_INDEX_KEY, UNACKED_KEY, Queue, connect
 from jobs.source import scan_inputs
 from jobs.store import open_store
+from jobs.thresholds import Thresholds
 from schemas.model_files import model_ref
 from schemas.records import JobSpec, ModelRef, Priority, Sampling
 from schemas.settings import Settings
@@ -158,6 +159,7 @@ class Lab:
         chunk_rows: int = 1,
         output: Path | None = None,
         priority: Priority = Priority.INTERACTIVE,
+        thresholds: Thresholds | None = None,
         **spec_fields: Any,
     ) -> Job:
         """A job of rows that take about so many seconds each; not queued yet."""
@@ -173,8 +175,9 @@ class Lab:
             **{"sampling": Sampling(max_tokens=max(1, int(seconds * TOKENS_PER_S))), **spec_fields},
         )
         chunks = make_chunks(inputs.files, chunk_rows)
+        outside: dict[str, Any] = {"priority": priority, "thresholds": thresholds}
         output_uri = None if output is None else str(output)
-        return Job.create(self.store, spec, chunks, input_schema=inputs.schema, output=output_uri, priority=priority)
+        return Job.create(self.store, spec, chunks, input_schema=inputs.schema, output=output_uri, **outside)
 
     def start_job(self, num_chunks: int, seconds: float = 0.01, name: str = "job", **options: Any) -> Job:
         job = self.job(num_chunks, seconds, name, **options)

@@ -11,9 +11,11 @@ import pytest
 from jobs.broker import broker_status
 from jobs.local_worker import PERMANENT_EXIT_CODE
 from jobs.queue import list_keys
+from jobs.thresholds import Thresholds
 from schemas.errors import SettingsError
-from schemas.records import JobState, Priority
+from schemas.records import JobState, Priority, RetryPolicy, RowStatus
 from schemas.settings import Settings
+from tests.tiny_jobs import YES_NO
 from tests.worker.lab import ROOT, Lab, until
 from worker.celery import make_app
 from worker.consumer import LOSSY_OPTIONS, LOSSY_SETTINGS, refuse_lossy_settings
@@ -34,6 +36,19 @@ def test_a_worker_runs_a_job_to_its_end_and_leaves_nothing_behind(lab: Lab) -> N
     assert set(lab.count("leased").values()) == {1}
     assert lab.queue.workers_serving(lab.model.queue) == 0
     assert lab.redis.keys("nightmill:lease:*") == lab.redis.keys("nightmill:progress:*") == []
+
+
+def test_a_worker_stops_a_job_in_which_too_many_rows_fail(lab: Lab) -> None:
+    thresholds = Thresholds(max_share={RowStatus.INVALID: 0.5}, min_rows=2)
+    job = lab.job(20, seconds=0.1, constraint=YES_NO, retry=RetryPolicy(max_attempts=1), thresholds=thresholds)
+    lab.queue.enqueue(job, job.pending())
+    lab.worker()
+    until(lambda: job.state() is JobState.FAILED, "the job to be aborted")
+    lab.wait_clean()
+    failure = job.failure()
+    assert failure is not None
+    assert "are invalid, the limit is 50.0%" in failure.cause
+    assert 2 <= len(job.committed()) < 6  # what ran beside it may have come in
 
 
 def test_a_worker_serves_only_its_model_s_queue(lab: Lab) -> None:

@@ -122,7 +122,7 @@ def _csv_array(column: pa.Array, kind: pa.DataType) -> pa.Array:
 
 
 def _is_binary(kind: pa.DataType) -> bool:
-    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind)
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind))
 
 
 def _to_json(value: Any) -> str:

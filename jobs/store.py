@@ -68,7 +68,7 @@ class Store(Protocol):
     def open_writer(self, key: str) -> AbstractContextManager[IO[bytes]]:
         """Stream into a file that appears, or replaces the old one, only if the block ends without an exception."""
 
-    def walk(self) -> "list[Entry]":
+    def walk(self) -> tuple[Entry, ...]:
         """Return every file under the root; ``relative`` is its key."""
 
     def delete(self, key: str) -> None:
@@ -181,10 +181,10 @@ class LocalDirectory:
             path.parent.mkdir(parents=True, exist_ok=True)
             return path.open("xb", buffering=0)
 
-    def walk(self) -> "list[Entry]":
+    def walk(self) -> tuple[Entry, ...]:
         with explained("list", self._root):
             paths = [Path(top) / name for top, _, names in os.walk(self._root) for name in names]
-            return sorted(local_entry(path, self._root) for path in paths if not path.is_symlink())
+            return tuple(sorted(local_entry(path, self._root) for path in paths if not path.is_symlink()))
 
     def delete(self, key: str) -> None:
         with explained("delete", self._root / key):
@@ -321,11 +321,11 @@ class Bucket:
             yield cast("IO[bytes]", sink)
             sink.finish()  # not in a finally: an upload that is not closed never appears
 
-    def walk(self) -> "list[Entry]":
+    def walk(self) -> tuple[Entry, ...]:
         with explained("list", self._uri):
             found = obstore.list(self._bucket, self._prefix or None).collect()
         below = [(item, str(item["path"])[len(self._prefix) :].lstrip("/")) for item in found]
-        return [object_entry(item, self.locate(key), key) for item, key in below]
+        return tuple(object_entry(item, self.locate(key), key) for item, key in below)
 
     def delete(self, key: str) -> None:
         try:

@@ -20,6 +20,7 @@ from engine.forced import ForcedText
 from engine.grammar import Grammars
 from engine.graphs import GraphLimits
 from engine.models import Model
+from engine.overlong import TooLong
 from engine.runner import Runner
 from engine.sampler import Draw, Sampler
 from engine.scheduler import Scheduler
@@ -145,18 +146,16 @@ class Engine:
         if request.request_id in self._sequences:
             raise EngineError(f"request {request.request_id!r} is in flight already")
         try:
-            token_ids = array("q", self._text.encode_request(request))
+            token_ids = array("q", self._text.encode_request(request, self.max_model_len - 1))
             self._check_prompt(request, token_ids)
         except PromptError as error:
             self._reject(request, FinishReason.ERROR, str(error))
             return
-        num_prompt = len(token_ids)
-        if num_prompt >= self.max_model_len:
-            limit = (
-                f"prompt is {num_prompt} tokens, limit {self.max_model_len - 1} (max_model_len less one for the output)"
-            )
-            self._reject(request, FinishReason.PROMPT_TOO_LONG, limit, num_prompt)
+        except TooLong as error:
+            limit = f"{error}, limit {self.max_model_len - 1} (max_model_len less one for the output)"
+            self._reject(request, FinishReason.PROMPT_TOO_LONG, limit, error.num_tokens)
             return
+        num_prompt = len(token_ids)
         max_tokens = min(request.sampling.max_tokens, self.max_model_len - num_prompt)
         sequence = Sequence(request, token_ids, num_prompt, max_tokens)
         if request.sampling.stop:
@@ -312,6 +311,8 @@ class Engine:
     def _check_prompt(self, request: Request, token_ids: array[int]) -> None:
         if not token_ids:
             raise PromptError("the prompt has no tokens")
+        if len(token_ids) >= self.max_model_len:
+            raise TooLong(len(token_ids))
         if request.token_ids and not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
             raise PromptError(f"the prompt has a token id outside 0 .. {self._vocab_size - 1}")
 

@@ -43,9 +43,7 @@ class SharedStart:
 
     def _learn(self, text: str, ids: list[int]) -> None:
         """Keep what ``text`` shares with the text before it, if it is long and the ids agree."""
-        end = text.rfind(" ", 0, _num_shared(text, self._previous))
-        while end > 0 and text[end - 1].isspace():
-            end = text.rfind(" ", 0, end)
+        end = last_cut(text, _num_shared(text, self._previous))
         if end < MIN_SHARED_CHARS:
             return
         start, rest = self._encode(text[:end]), self._encode(text[end:])
@@ -54,6 +52,14 @@ class SharedStart:
             return
         self._starts.insert(0, (text[: end + 1], start))
         del self._starts[MAX_STARTS:]
+
+
+def last_cut(text: str, end: int) -> int:
+    """The last place before ``end`` where a blank follows something else, so that no token reaches across; or 0, -1."""
+    end = text.rfind(" ", 0, end)
+    while end > 0 and text[end - 1].isspace():
+        end = text.rfind(" ", 0, end)
+    return end
 
 
 def _num_shared(one: str, other: str) -> int:

@@ -4,6 +4,7 @@ The only module that imports transformers. Knows no requests' fate; prompt text 
 """
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerFast
 
-from engine.encoder import Encoder
+from engine.encoder import LITERAL, Encoder
 from engine.gguf_file import GgufFile
+from engine.overlong import Overlong
 from schemas.errors import ModelError, PromptError
 from schemas.model_files import ModelFiles, read_config
 from schemas.records import Message, Request
@@ -38,21 +40,26 @@ class Text:
         added = self.tokenizer.added_tokens_decoder.items()
         control_ids = {token.content: token_id for token_id, token in added if token.special or token_id in end_ids}
         self._encoder = Encoder(self.tokenizer.backend_tokenizer, control_ids)
+        self._overlong = Overlong(self.tokenizer.backend_tokenizer, self._encoder.encode_plain)
 
-    def encode_request(self, request: Request) -> list[int]:
+    def encode_request(self, request: Request, max_tokens: int = sys.maxsize) -> list[int]:
         """Tokenise a request: messages by the chat template, text as it is, token ids untouched.
 
         Special tokens come from the template, or from text outside ``data_spans``: their names in a message or in data
         are text, so that no row can forge a turn.
-        Raises PromptError for a conversation that the template refuses, or a model without one.
+        Raises PromptError for a conversation that the template refuses, or a model without one, and TooLong where it is
+        sure without tokenising all of it that there are more than ``max_tokens``.
         """
         if request.token_ids is not None:
             return list(request.token_ids)
         if request.messages is not None:
             protect = self._encoder.protect
             messages = [Message(role=protect(each.role), content=protect(each.content)) for each in request.messages]
-            return self._encoder.encode(self.render(messages))
+            rendered = self.render(messages)
+            self._overlong.refuse(rendered.replace(LITERAL, ""), max_tokens)
+            return self._encoder.encode(rendered)
         text = request.text or ""
+        self._overlong.refuse(text, max_tokens)
         protected = self._encoder.protect_spans(text, request.data_spans) if request.data_spans else text
         if protected == text:
             return self._encoder.encode_with_start(text)

@@ -98,7 +98,7 @@ class ByteText:
         self.eos_token_ids = frozenset({END})
         self.vocab_size = END + 1
 
-    def encode_request(self, request: Request) -> list[int]:
+    def encode_request(self, request: Request, max_tokens: int) -> list[int]:
         if request.token_ids is not None:
             return list(request.token_ids)
         if request.messages is not None:

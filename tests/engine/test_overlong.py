@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
 from engine.overlong import CHARS_PER_TOKEN, Overlong, TooLong
+from tests.demo_model import demo_model
 from tests.tiny_models import tiny_tokenizer
 
 LIMIT = 1000
@@ -50,9 +51,15 @@ def of_words() -> Tokenizer:
     return tokenizer
 
 
-def without_an_alphabet() -> Tokenizer:
+def of_one_byte() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE({"a": 0}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    return tokenizer
+
+
+def suffixed() -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE({"a": 0, "b</w>": 1}, [], end_of_word_suffix="</w>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     return tokenizer
 
 
@@ -64,7 +71,7 @@ def test_a_megabyte_is_refused_after_encoding_a_small_part_of_it(text: str) -> N
     assert sum(map(len, encoded)) <= CHARS_PER_TOKEN * LIMIT
 
 
-@pytest.mark.parametrize("make_tokenizer", [tiny_tokenizer, composed, swallowing, of_words, without_an_alphabet])
+@pytest.mark.parametrize("make_tokenizer", [tiny_tokenizer, composed, swallowing, of_words, of_one_byte, suffixed])
 def test_no_text_is_refused_that_is_short_enough(make_tokenizer: Callable[[], Tokenizer]) -> None:
     backend = make_tokenizer()
     overlong, _ = make(backend)
@@ -77,7 +84,22 @@ def test_no_text_is_refused_that_is_short_enough(make_tokenizer: Callable[[], To
     check()
 
 
-@pytest.mark.parametrize("make_tokenizer", [swallowing, of_words, without_an_alphabet])
+def test_bytes_that_the_tokenizer_drops_do_not_count() -> None:
+    overlong, _ = make(of_one_byte())
+    assert least_of(overlong, "x" * 1_000_000, LIMIT) is None
+    assert least_of(overlong, "xa" * 500_000, LIMIT) == 500_000
+
+
+def test_the_demo_models_tokenizer_is_known() -> None:
+    files = demo_model()
+    from engine.text import Text
+
+    overlong, _ = make(Text(files).tokenizer.backend_tokenizer)
+    assert least_of(overlong, "x\x06" * 1_000_000, LIMIT) == -(-1_000_000 // 81)
+    assert least_of(overlong, "é\x06 " * 10_000, 3000) is not None
+
+
+@pytest.mark.parametrize("make_tokenizer", [swallowing, of_words, suffixed])
 def test_of_a_tokenizer_that_may_drop_text_nothing_is_known(make_tokenizer: Callable[[], Tokenizer]) -> None:
     overlong, encoded = make(make_tokenizer())
     overlong.refuse("x" * 1_000_000, LIMIT)

@@ -54,7 +54,7 @@ log = structlog.get_logger(__name__)
 class Submission:
     """What a user asks for, before anything is looked at. Fields mean what JobSpec's of the same name mean."""
 
-    inputs: Sequence[str]  # paths, globs or URIs of Parquet files
+    inputs: Sequence[str]  # paths, globs or URIs of data files
     name: str | None = None  # None: the first input's stem
     prompt_template: str | None = None
     prompt_column: str | None = None

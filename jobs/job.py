@@ -16,7 +16,7 @@ import pyarrow as pa
 from jobs.arrow_types import output_names, row_column
 from jobs.parts import PartInfo, encode_part, read_part, read_part_info
 from jobs.plan import Plan, check_format_version, decode_plan, encode_plan
-from jobs.source import ChunkReader, check_columns, python_rows, scan_schema
+from jobs.source import ChunkReader, check_columns, python_rows, scan_schema, split_suffix
 from jobs.store import Store, absolute_location, exists, open_store, probe, replace
 from jobs.thresholds import Thresholds
 from schemas.errors import AlreadyExists, InputDataError, JobError, JobNotFound, NotFound
@@ -378,7 +378,7 @@ def check_output_columns(spec: JobSpec, input_schema: pa.Schema) -> None:
 
 def shard_names(inputs: Sequence[InputFile]) -> tuple[str, ...]:
     """Return the name of each input's output file: the input's own, numbered where two share one."""
-    names = [re.sub(r"\.(parquet|parq|pq)$", "", file.uri.rsplit("/", 1)[-1], flags=re.IGNORECASE) for file in inputs]
+    names = [split_suffix(file.uri.rpartition("/")[2])[0] for file in inputs]
     is_unique = len({name.lower() for name in names}) == len(names)
     # names that begin with . or _ would be invisible to dataset readers
     safe = [name if name[:1] not in ("", ".", "_") else f"part{name}" for name in names]

@@ -16,6 +16,7 @@ from jinja2 import meta, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jobs.arrow_types import output_names
+from jobs.lines import LINE_FORMATS, MALFORMED
 from jobs.source import check_columns
 from schemas.constraints import load_constraint
 from schemas.errors import ConstraintError, PromptError
@@ -72,10 +73,14 @@ class PromptBuilder:
         self._constraint = _keyed(spec.constraint)
         self._constraints: dict[Constraint, _Keyed] = {}
         self._system = system_text(spec)
-        self.columns = tuple(name for name in schema.names if name in self._columns)
+        columns = [name for name in schema.names if name in self._columns]
+        has_lines = any(file.format in LINE_FORMATS for file in spec.inputs)
+        self.columns = (*columns, MALFORMED) if has_lines else tuple(columns)
 
     def build(self, row: Mapping[str, Any]) -> Prompt | Refusal:
         """Return the row's prompt, or why it has none. ``row`` holds at least ``columns``."""
+        if (error := row.get(MALFORMED)) is not None:
+            return Refusal(RowStatus.INPUT_ERROR, error)
         try:
             if self._is_kept is not None and not self._is_kept(row):
                 return Refusal(RowStatus.SKIPPED, None)

@@ -1,10 +1,10 @@
 """Input tables: which files, which columns, and the rows of a chunk in bounded memory.
 
-Footers only until rows are asked for. Knows no prompts and no job directory.
+Knows no file format (``jobs.tables`` does), no prompts and no job directory.
 """
 
 import difflib
-import itertools
+import functools
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,16 +13,32 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
+from jobs.lines import CODECS, LINE_FORMATS, MALFORMED, is_openai_batch, merge_inferred
 from jobs.locations import find_files
-from jobs.store import Entry, open_input, stat_input
+from jobs.store import Entry, stat_input
+from jobs.tables import Scan, open_table, scan_table
 from schemas.errors import InputDataError, JobError, NotFound
-from schemas.records import InputFile
+from schemas.records import InputFile, InputFormat
 
-SUFFIXES = (".parquet", ".pq", ".parq")
+FORMATS = {
+    ".parquet": InputFormat.PARQUET,
+    ".parq": InputFormat.PARQUET,
+    ".pq": InputFormat.PARQUET,
+    ".arrow": InputFormat.ARROW,
+    ".jsonl": InputFormat.JSONL,
+    ".ndjson": InputFormat.JSONL,
+    ".csv": InputFormat.CSV,
+    ".tsv": InputFormat.TSV,
+    ".json": InputFormat.JSONL,  # behind the others: directories of data sets have JSON files that describe them
+}
+"""By suffix, behind which one of ``CODECS`` may stand. A directory is read in the first of these that it has."""
+
+SUFFIXES = (*FORMATS, *(suffix + codec for suffix, kind in FORMATS.items() if kind in LINE_FORMATS for codec in CODECS))
+MALFORMED_FIELD = pa.field(MALFORMED, pa.string())
+CACHED = "cache-"  # what the datasets library puts beside its Arrow files
 HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
-NUM_FOOTER_THREADS = 8
+NUM_SCAN_THREADS = 8
 
 
 class Inputs(NamedTuple):
@@ -34,28 +50,66 @@ class Inputs(NamedTuple):
 
 
 def scan_inputs(locations: Sequence[str]) -> Inputs:
-    """Expand files, directories, globs and URIs, and read the footers.
+    """Expand files, directories, globs and URIs, and read what says how many rows they have: of Parquet, the footers.
 
     Each location's files come in name order, a file named twice comes once. Hive directories (``lang=de/``) become text
     columns. Raises InputDataError that names the file or the columns at fault.
     """
-    entries = {entry.uri: entry for location in locations for entry in find_files(location, SUFFIXES)}
+    entries = {entry.uri: entry for location in locations for entry in _find(location)}
     if not entries:
-        raise InputDataError(f"no Parquet file ({', '.join(SUFFIXES)}) in {', '.join(locations) or 'no location'}")
-    with ThreadPoolExecutor(NUM_FOOTER_THREADS) as pool:
-        footers = list(pool.map(_read_footer, entries.values()))
-    files = tuple(_input_file(entry, footer.num_rows) for entry, footer in zip(entries.values(), footers, strict=True))
-    schemas = [(file.uri, _with_partition(footer.schema, file)) for file, footer in zip(files, footers, strict=True)]
-    return Inputs(files, unify_schemas(schemas), tuple(footer.row_bytes for footer in footers))
+        raise InputDataError(f"no data file ({', '.join(FORMATS)}) in {', '.join(locations) or 'no location'}")
+    formats = [_sniff(entry.uri) for entry in entries.values()]
+    if len({kind is InputFormat.OPENAI_BATCH for kind in formats}) > 1:
+        raise InputDataError("some inputs are lines of batch requests and some are not: submit them as separate jobs")
+    with ThreadPoolExecutor(NUM_SCAN_THREADS) as pool:
+        scans = list(pool.map(scan_table, entries, formats))
+    files = tuple(
+        _input_file(entry, scan.num_rows, kind)
+        for entry, scan, kind in zip(entries.values(), scans, formats, strict=True)
+    )
+    return Inputs(files, _joint_schema(files, scans), tuple(scan.row_bytes for scan in scans))
 
 
 def scan_schema(files: Sequence[InputFile]) -> pa.Schema:
-    """Read the footers of known files again and return the one schema that fits all of them."""
-    with ThreadPoolExecutor(NUM_FOOTER_THREADS) as pool:
-        footers = pool.map(lambda file: _read_footer(_current(file)), files)
-        return unify_schemas(
-            [(file.uri, _with_partition(footer.schema, file)) for file, footer in zip(files, footers, strict=True)]
-        )
+    """Read known files again and return the one schema that fits all of them."""
+    with ThreadPoolExecutor(NUM_SCAN_THREADS) as pool:
+        return _joint_schema(files, list(pool.map(lambda file: scan_table(_current(file).uri, file.format), files)))
+
+
+def _find(location: str) -> list[Entry]:
+    """Return a location's files; a directory's are those of one format."""
+    found = find_files(location, SUFFIXES)
+    below = [entry for entry in found if entry.relative and not entry.uri.rpartition("/")[2].startswith(CACHED)]
+    if not below:
+        return [entry for entry in found if not entry.relative]
+    suffixes = {entry.uri: split_suffix(entry.uri)[1] for entry in below}
+    first = FORMATS[min(suffixes.values(), key=list(FORMATS).index)]
+    return [entry for entry in below if FORMATS[suffixes[entry.uri]] is first]
+
+
+def split_suffix(uri: str) -> tuple[str, str]:
+    """Split what stands before the suffixes of format and compression from the format's; "" if that is none."""
+    plain = next((uri[: -len(codec)] for codec in CODECS if uri.lower().endswith(codec)), uri)
+    suffix = next((suffix for suffix in FORMATS if plain.lower().endswith(suffix)), "")
+    return (plain[: -len(suffix)], suffix) if suffix else (uri, "")
+
+
+def _sniff(uri: str) -> InputFormat:
+    kind = FORMATS.get(split_suffix(uri)[1], InputFormat.PARQUET)
+    return InputFormat.OPENAI_BATCH if kind is InputFormat.JSONL and is_openai_batch(uri) else kind
+
+
+def _joint_schema(files: Sequence[InputFile], scans: Sequence[Scan]) -> pa.Schema:
+    """Unify the files' columns; types that were inferred from values widen where those of files contradict."""
+    inferred = [scan.schema for file, scan in zip(files, scans, strict=True) if file.format is InputFormat.JSONL]
+    wide = functools.reduce(merge_inferred, inferred, pa.schema([]))
+    schemas = []
+    for file, scan in zip(files, scans, strict=True):
+        schema = scan.schema
+        if file.format is InputFormat.JSONL:
+            schema = pa.schema([wide.field(name) for name in schema.names])
+        schemas.append((file.uri, _with_partition(schema, file)))
+    return unify_schemas(schemas)
 
 
 def unify_schemas(schemas: Sequence[tuple[str, pa.Schema]]) -> pa.Schema:
@@ -113,35 +167,7 @@ def _plain_type(kind: pa.DataType) -> pa.DataType:
     return kind.value_type if pa.types.is_dictionary(kind) else kind
 
 
-class _Footer(NamedTuple):
-    schema: pa.Schema
-    num_rows: int
-    row_bytes: int
-
-
-def _read_footer(entry: Entry) -> _Footer:
-    file = _open_parquet(entry.uri)
-    schema, metadata = file.schema_arrow, file.metadata
-    num_bytes = sum(metadata.row_group(index).total_byte_size for index in range(metadata.num_row_groups))
-    file.close(force=True)
-    twice = sorted(name for name, count in Counter(schema.names).items() if count > 1)
-    if twice:
-        raise InputDataError(f"{entry.uri} has several columns named {', '.join(map(repr, twice))}: rename them")
-    return _Footer(schema, metadata.num_rows, num_bytes // max(1, metadata.num_rows))
-
-
-def _open_parquet(uri: str) -> pq.ParquetFile:
-    source = open_input(uri)
-    try:
-        return pq.ParquetFile(source, pre_buffer=False, buffer_size=2**20, page_checksum_verification=True)
-    except (pa.ArrowException, OSError) as error:
-        size = source.size()
-        source.close()
-        reason = "it is empty" if size == 0 else str(error).split("\n")[0]
-        raise InputDataError(f"{uri} is not a readable Parquet file ({size} bytes): {reason}") from error
-
-
-def _input_file(entry: Entry, num_rows: int) -> InputFile:
+def _input_file(entry: Entry, num_rows: int, kind: InputFormat) -> InputFile:
     parts = [part.partition("=") for part in entry.relative.split("/")[:-1] if "=" in part]
     partition = tuple((key, None if value == HIVE_NULL else unquote(value)) for key, _, value in parts)
     return InputFile(
@@ -150,6 +176,7 @@ def _input_file(entry: Entry, num_rows: int) -> InputFile:
         modified=entry.modified,
         num_rows=num_rows,
         partition=partition,
+        format=kind,
     )
 
 
@@ -157,6 +184,8 @@ def _with_partition(schema: pa.Schema, file: InputFile) -> pa.Schema:
     for name, _ in file.partition:
         if name not in schema.names:
             schema = schema.append(pa.field(name, pa.string()))
+        elif file.format in LINE_FORMATS:
+            schema = schema.set(schema.get_field_index(name), pa.field(name, pa.string()))
     return schema
 
 
@@ -193,10 +222,10 @@ class ChunkReader:
         Raises JobError if the input changed since submit, InputDataError if it cannot be decoded.
         """
         key = (file.uri, tuple(columns))
-        wanted = pa.schema([schema.field(name) for name in columns])
+        wanted = pa.schema([MALFORMED_FIELD if name == MALFORMED else schema.field(name) for name in columns])
         with self._lock:
             _current(file)
-            cursor = self._cursors.pop(key, None) or _Cursor(file, columns, self._read_batch_bytes)
+            cursor = self._cursors.pop(key, None) or _Cursor(file, wanted, self._read_batch_bytes)
             try:
                 batches = list(cursor.take(start_row, num_rows))
             except (pa.ArrowException, OSError) as error:
@@ -219,51 +248,31 @@ class ChunkReader:
 class _Cursor:
     """A place in one file, for one set of columns; owned by a ChunkReader."""
 
-    def __init__(self, file: InputFile, columns: Sequence[str], read_batch_bytes: int) -> None:
+    def __init__(self, file: InputFile, wanted: pa.Schema, read_batch_bytes: int) -> None:
+        if file.format in LINE_FORMATS:  # a line has every column, so what the directory says must not be asked of it
+            wanted = pa.schema([field for field in wanted if field.name not in dict(file.partition)])
         try:
-            self._file = _open_parquet(file.uri)
+            self._table = open_table(file.uri, file.format, wanted, read_batch_bytes)
         except NotFound as error:
             raise JobError(f"input {file.uri} is gone since the job was submitted") from error
-        self._columns = [name for name in columns if name in self._file.schema_arrow.names]
-        self._read_batch_bytes = read_batch_bytes
-        metadata = self._file.metadata
-        self._group_starts = [0]
-        for index in range(metadata.num_row_groups):
-            self._group_starts.append(self._group_starts[-1] + metadata.row_group(index).num_rows)
-        self._row = 0
+        self._row = -1
         self._batches: Iterator[pa.RecordBatch] = iter(())
         self._rest: pa.RecordBatch | None = None
 
     def take(self, start_row: int, num_rows: int) -> Iterator[pa.RecordBatch]:
-        """Yield the rows, decoding forward from here if that is no longer than from the row group's start."""
-        if not self._columns:
+        """Yield the rows, reading forward from here if that is no longer than from a fresh start."""
+        if not self._table.names:
             yield pa.RecordBatch.from_arrays([pa.nulls(num_rows)], names=[""])  # only the number of rows counts
             return
-        group = max(i for i, start in enumerate(self._group_starts) if start <= start_row)
-        if not self._group_starts[group] <= self._row <= start_row or self._row == 0:
-            self._seek(group)
+        if not self._table.restart_row(start_row) <= self._row <= start_row:
+            self._row, self._batches = self._table.batches_near(start_row)
+            self._rest = None
         for _ in self._advance(start_row - self._row):
             pass
         yield from self._advance(num_rows)
 
     def close(self) -> None:
-        self._file.close(force=True)
-
-    def _seek(self, group: int) -> None:
-        self._row, self._rest = self._group_starts[group], None
-        groups = range(group, self._file.metadata.num_row_groups)
-        self._batches = itertools.chain.from_iterable(map(self._read_group, groups))
-
-    def _read_group(self, group: int) -> Iterator[pa.RecordBatch]:
-        """Yield one row group's rows: a batch across two of them fails where a nested column has dictionaries."""
-        rows = self._batch_rows(group)
-        return self._file.iter_batches(rows, row_groups=[group], columns=self._columns, use_threads=False)  # type: ignore[no-any-return]
-
-    def _batch_rows(self, group: int) -> int:
-        """How many rows fit into the read memory, from the footer's uncompressed sizes."""
-        row_group = self._file.metadata.row_group(group)
-        row_bytes = row_group.total_byte_size // max(1, row_group.num_rows) + 1
-        return int(max(1, min(4096, self._read_batch_bytes // row_bytes)))
+        self._table.close()
 
     def _advance(self, num_rows: int) -> Iterator[pa.RecordBatch]:
         while num_rows > 0:

@@ -165,7 +165,7 @@ def main(
     as_json: bool,
     **options: Any,
 ) -> int:
-    """Label every row of Parquet files with a language model.
+    """Label every row of Parquet, Arrow, JSON lines or CSV files with a language model.
 
     \b
     python -m jobs.submit data.parquet --schema route.json

@@ -148,6 +148,17 @@ class ModelRef(Record):
         return f"nightmill.{self.digest}.{self.dtype}.{self.quantization}.{self.max_model_len}"
 
 
+class InputFormat(StrEnum):
+    """What an input file is made of."""
+
+    PARQUET = "parquet"
+    ARROW = "arrow"
+    JSONL = "jsonl"
+    CSV = "csv"
+    TSV = "tsv"
+    OPENAI_BATCH = "openai_batch"  # JSON lines of custom_id, method, url and body
+
+
 class InputFile(Record):
     """One input shard as it was at submit."""
 
@@ -156,6 +167,7 @@ class InputFile(Record):
     modified: str  # modification time in ns, or the object's etag
     num_rows: int
     partition: tuple[tuple[str, str | None], ...] = ()  # hive columns of the directories above it, as text
+    format: InputFormat = InputFormat.PARQUET
 
 
 class RetryPolicy(Record):

@@ -35,9 +35,9 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         scan_inputs([str(tmp_path / "gone.parquet")])
 
 
-def test_a_directory_without_parquet_is_named(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text("x")
-    with pytest.raises(InputDataError, match=f"no Parquet file .* in {tmp_path}"):
+def test_a_directory_without_data_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x")
+    with pytest.raises(InputDataError, match=f"no data file .* in {tmp_path}"):
         scan_inputs([str(tmp_path)])
 
 

@@ -227,6 +227,7 @@ class Engine:
             return f"the constraint allows no token {where}" if sequence.matcher else f"no finite logits {where}"
         if sequence.matcher and not sequence.matcher.accept(token_id):
             return f"the grammar refuses token {token_id}, which its mask allowed"
+        sequence.note_drawn()
         self._record(sequence, token_id, logprob)
         return None
 
@@ -294,6 +295,7 @@ class Engine:
                 num_prompt_tokens=sequence.num_prompt,
                 num_cached_tokens=sequence.num_cached,
                 seconds=sequence.seconds,
+                first_token_s=sequence.first_token_s,
             )
         )
 

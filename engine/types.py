@@ -75,6 +75,7 @@ class Sequence:
     text: str = ""  # what the detokenizer has returned; only for sequences with stop strings
     logprobs: list[float] = field(default_factory=list)
     admitted_at: float | None = None  # monotonic seconds
+    first_drawn_at: float | None = None
     finished_at: float | None = None
 
     def set_status(self, status: SequenceStatus) -> None:
@@ -118,6 +119,18 @@ class Sequence:
     def output_ids(self) -> array[int]:
         """The output tokens, end token included (a copy)."""
         return self.token_ids[self.num_prompt :]
+
+    def note_drawn(self) -> None:
+        """Stamp the time of the first token that was drawn; forced ones come for free."""
+        if self.first_drawn_at is None:
+            self.first_drawn_at = time.monotonic()
+
+    @property
+    def first_token_s(self) -> float | None:
+        """From first admission to the first drawn token; None if none was drawn."""
+        if self.admitted_at is None or self.first_drawn_at is None:
+            return None
+        return self.first_drawn_at - self.admitted_at
 
     @property
     def seconds(self) -> float:

@@ -104,6 +104,7 @@ class _Row:
         self.attempts: list[list[Attempt]] = [[] for _ in range(num_completions)]
         self.outcomes: dict[int, _Outcome] = {}
         self.seconds = 0.0
+        self.first_token_s: float | None = None
 
 
 class _ChunkRun:
@@ -208,6 +209,8 @@ class _ChunkRun:
         if outcome.status is RowStatus.FAILED:
             self._keep_reproducer(row.index, request, row.prompt.constraint, outcome.error or "")
         row.seconds += completion.seconds
+        if row.first_token_s is None:
+            row.first_token_s = completion.first_token_s
         attempts = row.attempts[completion_index]
         attempts.append(_attempt(request, outcome))
         sampling = next_sampling(
@@ -331,6 +334,7 @@ def _row_result(row: _Row) -> RowResult:
         num_cached_tokens=worst.completion.num_cached_tokens,
         num_output_tokens=sum(len(outcome.completion.token_ids) for outcome in outcomes),
         seconds=row.seconds,
+        first_token_s=row.first_token_s,
     )
 
 

@@ -246,6 +246,7 @@ class Completion(Record):
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     seconds: float = 0.0  # from admission to finish
+    first_token_s: float | None = None  # from admission to the first token that was drawn, not forced
 
 
 class Attempt(Record):
@@ -274,6 +275,7 @@ class RowResult(Record):
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     seconds: float = 0.0
+    first_token_s: float | None = None  # of the first try
 
 
 def short_hash(*parts: str, digits: int = 16) -> str:

@@ -374,6 +374,7 @@ def test_the_counters_add_up() -> None:
     assert engine.stats.num_output_tokens == sum(len(c.token_ids) for c in done.values())
     assert engine.stats.num_finished == 5
     assert all(c.seconds > 0 for c in done.values())
+    assert all(0 < c.first_token_s <= c.seconds for c in done.values())
 
 
 def test_sizes_follow_the_device_unless_they_are_set() -> None:

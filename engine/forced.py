@@ -11,18 +11,14 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from engine.text import Text
-from engine.types import Matcher
-
-Ids = tuple[int, ...]
-Path = tuple[str, Ids, Ids]
+from engine.types import Ids, Matcher
 
 CONTEXT_TOKENS = 4
 """Tokens before the forced text that are encoded again with it: pre-tokenizers look back a few characters."""
 
-
 ENCODINGS_KEPT = 4096
-PATH_TOKENS, PATHS_KEPT = 16, 8192
-"""Rows of one job pass through the same first states: what was found after a short output is kept for the next row."""
+MEMOS_KEPT = 16
+"""Contexts of one state: after a few tokens of output it has one, at the start one for each end of a prompt."""
 
 
 class ForcedText:
@@ -30,24 +26,17 @@ class ForcedText:
 
     def __init__(self, text: Text) -> None:
         self._encode = lru_cache(ENCODINGS_KEPT)(text.encode_after)
-        self._known: dict[Path, tuple[int, ...]] = {}
 
-    def advance(self, matcher: Matcher, grammar: str, token_ids: Sequence[int], num_prompt: int, limit: int) -> Ids:
-        """Move ``matcher`` over the forced text after ``token_ids``; returns its tokens, at most ``limit``.
-
-        ``grammar`` names the grammar, whose state after the output ``token_ids[num_prompt:]`` the matcher holds.
-        """
+    def advance(self, matcher: Matcher, token_ids: Sequence[int], limit: int) -> Ids:
+        """Move ``matcher`` over the forced text after ``token_ids``; returns its tokens, at most ``limit``."""
         if limit <= 0:
             return ()
-        context = tuple(token_ids[-CONTEXT_TOKENS:])
-        if len(token_ids) - num_prompt > PATH_TOKENS:
-            return self._find(matcher, context, limit)
-        path = (grammar, tuple(token_ids[num_prompt:]), context)
-        if (known := self._known.get(path)) is not None:
+        context, memo = tuple(token_ids[-CONTEXT_TOKENS:]), matcher.memo
+        if memo is not None and (known := memo.get(context)) is not None:
             return tuple(itertools.takewhile(matcher.accept, known[:limit]))
         found = self._find(matcher, context, limit)
-        if len(found) < limit and len(self._known) < PATHS_KEPT:
-            self._known[path] = found
+        if memo is not None and len(found) < limit and len(memo) < MEMOS_KEPT:
+            memo[context] = found
         return found
 
     def _find(self, matcher: Matcher, context: Ids, limit: int) -> Ids:

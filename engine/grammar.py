@@ -12,6 +12,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeAlias
 
@@ -19,9 +20,10 @@ import numpy as np
 import torch
 import xgrammar
 from torch import Tensor
-from torch.nn import functional
 
 from engine.guidance import GuidanceCompiler, GuidanceGrammar, GuidanceMasks, GuidanceMatcher
+from engine.masks import MaskTable
+from engine.states import SharedMatcher, SharedStates
 from engine.types import Matcher
 from engine.vocabulary import Vocabulary, Words, pack_bits
 from schemas.constraints import GrammarEngine, grammar_engine, grammar_source
@@ -29,6 +31,8 @@ from schemas.errors import ConstraintError
 from schemas.records import Constraint, ConstraintKind
 
 CompiledGrammar: TypeAlias = xgrammar.CompiledGrammar | GuidanceGrammar
+
+CPU = torch.device("cpu")
 
 MAX_SOURCE_CHARS = 2**20
 MAX_RUNAWAYS = 8
@@ -46,7 +50,14 @@ class Grammars:
     """The constraints of one engine, by key. All methods belong to the loop's thread."""
 
     def __init__(
-        self, tokenizer: Any, *, vocab_size: int, end_token_ids: frozenset[int], timeout_s: float, num_threads: int
+        self,
+        tokenizer: Any,
+        *,
+        vocab_size: int,
+        end_token_ids: frozenset[int],
+        timeout_s: float,
+        num_threads: int,
+        device: torch.device = CPU,
     ) -> None:
         self._tokenizer = tokenizer
         # The model's padding is left out: xgrammar takes it for special tokens and searches them at every token.
@@ -60,17 +71,15 @@ class Grammars:
         self._constraints: dict[str, Constraint] = {}
         self._num_known_chars = 0
         self._num_compiled_bytes = 0
-        self._compiled: OrderedDict[str, CompiledGrammar] = OrderedDict()
+        self._compiled: OrderedDict[str, tuple[CompiledGrammar, SharedStates]] = OrderedDict()
         self._errors: dict[str, str] = {}
         self._queue: deque[str] = deque()
         self._underway: dict[str, float] = {}  # key -> when its compile started, monotonic seconds
         self._num_runaways = 0
         self._results: SimpleQueue[tuple[str, CompiledGrammar | Exception]] = SimpleQueue()
         self._has_result = threading.Event()
-        self._num_mask_words = -(-vocab_size // 32)
-        self._num_words = -(-self._num_tokens // 32)
-        self._not_end = ~pack_bits(sorted(end_token_ids), self._num_words)
-        self._last_word = int(pack_bits(range(self._num_tokens), self._num_words)[-1])
+        self._not_end = ~pack_bits(sorted(end_token_ids), -(-self._num_tokens // 32))
+        self._masks = MaskTable(self._num_tokens, -(-vocab_size // 32), device, self._fill_native)
 
     def add(self, constraint: Constraint) -> None:
         """Make a constraint known; it is compiled when a request first needs it."""
@@ -90,20 +99,16 @@ class Grammars:
         self._errors = {key: error for key, error in self._errors.items() if key in kept}
         self._num_known_chars = sum(map(_weight, self._constraints.values()))
 
-    def matcher(self, key: str) -> Matcher | None:
+    def matcher(self, key: str) -> SharedMatcher | None:
         """A matcher at the grammar's start, or None while it is being compiled: ``poll`` names it when it is not.
 
         Raises ConstraintError with the cause if the constraint is unknown, cannot be compiled, or took too long.
         """
         if (error := self._errors.get(key)) is not None:
             raise ConstraintError(error)
-        if (compiled := self._compiled.get(key)) is not None:
+        if key in self._compiled:
             self._compiled.move_to_end(key)
-            if isinstance(compiled, GuidanceGrammar):
-                return compiled.start()
-            assert self._compilers is not None, "a compiled grammar has a compiler"
-            vocabulary = self._compilers.vocabulary_of(self._constraints[key])
-            return GrammarMatcher(xgrammar.GrammarMatcher(compiled), vocabulary, self._not_end)
+            return SharedMatcher(self._compiled[key][1])
         if key not in self._constraints:
             raise ConstraintError(f"constraint {key} was not sent before the request that names it")
         if key not in self._underway and key not in self._queue:
@@ -129,30 +134,33 @@ class Grammars:
         """Sleep until a compile has ended, at most ``timeout_s``."""
         self._has_result.wait(timeout_s)
 
-    def fill(self, matchers: Seq[Matcher | None]) -> Tensor | None:
-        """Masks of the next token, int32 [L, W] on the host, all ones where a row is free; None if all are."""
-        rows = [row for row, matcher in enumerate(matchers) if matcher is not None]
-        if not rows:
-            return None
-        filled = torch.empty((len(rows), self._num_words), dtype=torch.int32)
-        constrained = [matcher for matcher in matchers if matcher is not None]
-        native = {row: m.native for row, m in enumerate(constrained) if isinstance(m, GrammarMatcher)}
+    def fill(self, matchers: Seq[SharedMatcher | None]) -> Tensor | None:
+        """Masks of the next token, int32 [L, W] on the device, all ones where a row is free; None if all are."""
+        return self._masks.fill(matchers)
+
+    def _fill_native(self, matchers: list[Matcher], filled: Tensor) -> None:
+        native = {row: m.native for row, m in enumerate(matchers) if isinstance(m, GrammarMatcher)}
         self._batch.batch_fill_next_token_bitmask(list(native.values()), filled, list(native))
-        self._guidance.fill({row: m for row, m in enumerate(constrained) if isinstance(m, GuidanceMatcher)}, filled)
-        filled[:, -1] &= self._last_word
-        bitmask = torch.full((len(matchers), self._num_mask_words), -1, dtype=torch.int32)
-        bitmask[rows] = functional.pad(filled, (0, self._num_mask_words - self._num_words))
-        return bitmask
+        self._guidance.fill({row: m for row, m in enumerate(matchers) if isinstance(m, GuidanceMatcher)}, filled)
+
+    def _start(self, constraint: Constraint, compiled: CompiledGrammar) -> Matcher:
+        """A native matcher at the grammar's start."""
+        if isinstance(compiled, GuidanceGrammar):
+            return compiled.start()
+        assert self._compilers is not None, "a compiled grammar has a compiler"
+        vocabulary = self._compilers.vocabulary_of(constraint)
+        return GrammarMatcher(xgrammar.GrammarMatcher(compiled), vocabulary, self._not_end)
 
     def _settle(self, key: str, result: CompiledGrammar | Exception) -> None:
         if isinstance(result, Exception):
             kind = self._constraints[key].kind
             self._errors[key] = f"the {kind} constraint cannot be compiled: {_first_line(result)}"
             return
-        self._compiled[key] = result
+        self._compiled[key] = (result, SharedStates(partial(self._start, self._constraints[key], result)))
         self._num_compiled_bytes += result.memory_size_bytes
         while len(self._compiled) > 1 and self._num_compiled_bytes > CACHE_BYTES:
-            self._num_compiled_bytes -= self._compiled.popitem(last=False)[1].memory_size_bytes
+            _, (evicted, _) = self._compiled.popitem(last=False)
+            self._num_compiled_bytes -= evicted.memory_size_bytes
 
     def _abandon_runaways(self) -> list[str]:
         now = time.monotonic()
@@ -199,6 +207,8 @@ class Grammars:
 
 class GrammarMatcher:
     """A grammar's state after the output of one sequence."""
+
+    memo = None
 
     def __init__(self, native: xgrammar.GrammarMatcher, vocabulary: Vocabulary, not_end: Words) -> None:
         self.native = native

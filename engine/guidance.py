@@ -104,6 +104,8 @@ class GuidanceMatcher:
     End tokens are counted here: llguidance takes none where no text is left to write.
     """
 
+    memo = None
+
     def __init__(
         self, native: llguidance.LLMatcher, vocabulary: Vocabulary, end_token_ids: frozenset[int], not_end: Words
     ) -> None:

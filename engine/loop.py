@@ -112,6 +112,7 @@ class Engine:
             end_token_ids=parts.text.eos_token_ids,
             timeout_s=settings.compile_timeout_s,
             num_threads=torch.get_num_threads(),
+            device=parts.device,
         )
         self._sequences: dict[str, Sequence] = {}  # every request that has no completion yet, by id
         self._awaiting_grammar: defaultdict[str, list[Sequence]] = defaultdict(list)
@@ -233,10 +234,10 @@ class Engine:
 
     def _force(self, sequence: Sequence) -> FinishReason | None:
         """Append the text that the grammar forces next, to be computed with the next draw; says if that is the end."""
-        key, limit = sequence.request.constraint_key, sequence.max_tokens - sequence.num_output
-        if not (sequence.request.sampling.force_text and sequence.matcher and key):
+        if not (sequence.request.sampling.force_text and sequence.matcher):
             return None
-        for token_id in self._forced.advance(sequence.matcher, key, sequence.token_ids, sequence.num_prompt, limit):
+        limit = sequence.max_tokens - sequence.num_output
+        for token_id in self._forced.advance(sequence.matcher, sequence.token_ids, limit):
             self._record(sequence, token_id, 0.0)
             self.stats.num_forced_tokens += 1
         return self._finish_reason(sequence)

@@ -27,11 +27,11 @@ class Sampler:
     def sample(self, logits: Tensor, sequences: Seq[Sequence], bitmask: Tensor | None) -> Draw:
         """Launch the draw of a token for each row of float32 ``logits`` [L, V], which is overwritten.
 
-        ``bitmask`` is int32 [L, W] on the host, or None if no row is constrained.
+        ``bitmask`` is int32 [L, W], or None if no row is constrained.
         """
         apply_repetition_penalty(logits, sequences)
         if bitmask is not None:
-            self._kernels.apply_token_bitmask(logits, bitmask.to(self._device, non_blocking=True))
+            self._kernels.apply_token_bitmask(logits, bitmask)
         tokens, logprobs = self._kernels.sample(logits, build_sampling_batch(sequences, self._device))
         return Draw(tokens, logprobs)
 

@@ -6,9 +6,12 @@ import time
 from array import array
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from schemas.records import Request
+
+if TYPE_CHECKING:
+    from engine.states import SharedMatcher
 
 
 class SequenceStatus(StrEnum):
@@ -19,8 +22,15 @@ class SequenceStatus(StrEnum):
     FINISHED = "finished"
 
 
+Ids = tuple[int, ...]
+
+
 class Matcher(Protocol):
     """A grammar's state after the output so far; it survives preemption because the tokens do."""
+
+    @property
+    def memo(self) -> dict[Ids, Ids] | None:
+        """A place to keep the forced tokens after a context, where rows share the state."""
 
     @property
     def is_terminated(self) -> bool:
@@ -61,7 +71,7 @@ class Sequence:
     token_ids: array[int]
     num_prompt: int
     max_tokens: int  # output tokens at most: the request's, clamped by the model's length
-    matcher: Matcher | None = None
+    matcher: SharedMatcher | None = None
     detokenizer: Detokenizer | None = None
     status: SequenceStatus = SequenceStatus.WAITING
     block_ids: array[int] = field(default_factory=lambda: array("q"))

@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerFast
 from engine.batch import StepBatch
 from engine.grammar import Grammars
 from engine.loop import Engine, Parts
-from engine.types import Matcher, Sequence
+from engine.states import SharedMatcher
+from engine.types import Sequence
 from kernels.reference import ReferenceKernels
 from schemas.errors import PromptError
 from schemas.records import Completion, Constraint, ModelRef, Request, Sampling
@@ -180,7 +181,7 @@ def make_sequence(token_ids: Iterable[int], *, sampling: Sampling | None = None,
     return Sequence(request, tokens, len(tokens), sampling.max_tokens)
 
 
-def start_matcher(grammars: Grammars, constraint: Constraint) -> Matcher:
+def start_matcher(grammars: Grammars, constraint: Constraint) -> SharedMatcher:
     """A matcher at the start of a constraint, once it is compiled."""
     grammars.add(constraint)
     while (matcher := grammars.matcher(constraint.key)) is None:

@@ -123,7 +123,7 @@ def grammars(text: Any) -> Grammars:
 
 def test_forced_tokens_are_the_canonical_ones_up_to_an_open_merge(text: Any, grammars: Grammars) -> None:
     matcher = start_matcher(grammars, CONSTRAINTS[0])
-    forced = ForcedText(text).advance(matcher, "g", [], 0, 100)
+    forced = ForcedText(text).advance(matcher, [], 100)
     whole = text.encode_after((), '{"route": "other"}')
     assert 0 < len(forced) < len(whole)
     assert whole[: len(forced)] == forced
@@ -140,7 +140,7 @@ def test_every_label_stays_reachable_with_its_canonical_tokens(
         matcher, tokens = start_matcher(grammars, constraint), list(text.encode_after((), label))
         output: list[int] = []
         while not matcher.is_at_end():
-            output += ForcedText(text).advance(matcher, "g", output, 0, 100)
+            output += ForcedText(text).advance(matcher, output, 100)
             if text.decode(output) == label and not matcher.forced_text():
                 break  # another label goes on from here
             assert tokens[: len(output)] == output

@@ -51,8 +51,8 @@ def test_a_mask_is_what_the_matcher_accepts_in_a_batch_of_both_engines() -> None
     grammars = make_grammars()
     matcher = start_matcher(grammars, constraint_of(OPEN))
     other = start_matcher(grammars, constraint_of({"enum": ["a"]}))
-    assert isinstance(matcher, GuidanceMatcher)
-    assert not isinstance(other, GuidanceMatcher)
+    assert isinstance(matcher.native, GuidanceMatcher)
+    assert not isinstance(other.native, GuidanceMatcher)
     for byte in [*DOCUMENT.encode(), END]:
         assert allowed(grammars, [other, None, matcher], 2) == accepted(matcher)
         assert allowed(grammars, [other, None, matcher], 0) == {ord('"')}
@@ -63,7 +63,7 @@ def test_a_mask_is_what_the_matcher_accepts_in_a_batch_of_both_engines() -> None
 
 def test_an_end_is_seen_taken_and_taken_back() -> None:
     closed = start_matcher(make_grammars(), constraint_of({**OPEN, "additionalProperties": False}))
-    assert isinstance(closed, GuidanceMatcher)
+    assert isinstance(closed.native, GuidanceMatcher)
     assert all(map(closed.accept, b'{"why": "a", "n": 1'))
     assert not closed.is_at_end()
     assert closed.accept(ord("}"))

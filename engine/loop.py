@@ -19,6 +19,7 @@ from engine.device import resolve_sizes, select_device
 from engine.forced import ForcedText
 from engine.grammar import Grammars
 from engine.graphs import GraphLimits
+from engine.labels import Labels, launch_branches
 from engine.models import Model
 from engine.overlong import TooLong
 from engine.runner import Runner
@@ -43,10 +44,11 @@ COMPILE_WAIT_S = 0.02
 
 @dataclass(frozen=True)
 class Launched:
-    """A step on its way: the sequences that get a token, and the draw that has it."""
+    """A step on its way: the sequences that get a token, and the draw that has it. Some only ask about labels."""
 
     sequences: list[Sequence]
     draw: Draw | None
+    branches: tuple[list[Sequence], torch.Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,7 @@ class Engine:
         )
         self._sampler = Sampler(parts.kernels, parts.device)
         self._forced = ForcedText(parts.text)
+        self._labels = Labels(parts.text, self.max_model_len)
         self._scheduler = Scheduler(
             BlockPool(num_blocks, settings.block_size, prefix_cache=settings.prefix_cache),
             max_num_seqs=sizes.max_num_seqs,
@@ -167,7 +170,8 @@ class Engine:
     def cancel(self, request_ids: Iterable[str]) -> None:
         """End these requests with what they have; ids that are not in flight are ignored."""
         for request_id in request_ids:
-            if (sequence := self._sequences.get(request_id)) is not None:
+            sequence = self._sequences.get(request_id)
+            if sequence is not None and sequence.status is not SequenceStatus.FINISHED:
                 self._finish(sequence, FinishReason.CANCELLED)
 
     def has_work(self) -> bool:
@@ -181,11 +185,11 @@ class Engine:
                 if sequence.status is not SequenceStatus.FINISHED:
                     self._queue(sequence)
         for sequence in self._scheduler.admit():
-            if sequence.num_preemptions == 0:
+            if sequence.num_preemptions == 0 and not sequence.branch:
                 self.stats.num_prompt_tokens += sequence.num_prompt
                 self.stats.num_cached_tokens += sequence.num_cached
         self.stats.num_running = len(self._scheduler.running)
-        self.stats.num_waiting = len(self._sequences) - self.stats.num_running
+        self.stats.num_waiting = max(0, len(self._sequences) - self.stats.num_running)
 
     def _launch(self) -> Launched | None:
         """Plan the next step and launch it: forward and draw. None if no sequence is ready."""
@@ -203,23 +207,30 @@ class Engine:
         if not sequences:
             return Launched([], None)
         bitmask = self._grammars.fill([sequence.matcher for sequence in sequences])  # while the device computes
+        branches = launch_branches(logits, sequences)  # before the sampler overwrites the logits
         draw = self._sampler.sample(logits, sequences, bitmask)
         for row, sequence in enumerate(sequences):
             sequence.draw_row = row
             sequence.num_in_flight += 1
-        return Launched(sequences, draw)
+        return Launched(sequences, draw, branches)
 
     def _collect(self, launched: Launched) -> None:
         """Read what a step drew and end what is done; a row that ended meanwhile is dropped."""
         drawn = launched.draw.read() if launched.draw else []
         for sequence, (token_id, logprob) in zip(launched.sequences, drawn, strict=True):
             sequence.num_in_flight -= 1
-            if sequence.status is SequenceStatus.FINISHED:
+            if sequence.branch or sequence.status is SequenceStatus.FINISHED:
                 continue
             if error := self._append(sequence, token_id, logprob):
                 self._finish(sequence, FinishReason.CONSTRAINT_ERROR if sequence.matcher else FinishReason.ERROR, error)
             elif reason := self._finish_reason(sequence) or self._force(sequence):
                 self._finish(sequence, reason)
+        if launched.branches:
+            probes, logprobs = launched.branches
+            for probe, of_its_tokens in zip(probes, logprobs.tolist(), strict=True):
+                self._scheduler.finish(probe)
+                if completion := self._labels.take(probe, of_its_tokens):
+                    self._complete(completion)
 
     def _append(self, sequence: Sequence, token_id: int, logprob: float) -> str | None:
         """Accept a drawn token; returns why it cannot be accepted."""
@@ -280,25 +291,34 @@ class Engine:
         self._scheduler.add(sequence)
 
     def _finish(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
-        """Take a sequence out of the engine and make its completion."""
+        """Take a sequence out of the engine and make its completion; one whose labels are ranked follows later."""
         self._scheduler.finish(sequence)
-        del self._sequences[sequence.request.request_id]
-        self.stats.num_finished += 1
         sampling, output_ids = sequence.request.sampling, sequence.output_ids
-        self._completions.append(
-            Completion(
-                request_id=sequence.request.request_id,
-                finish_reason=reason,
-                text=self._output_text(sequence),
-                token_ids=tuple(output_ids),
-                logprobs=tuple(sequence.logprobs) if sampling.logprobs else None,
-                error=error,
-                num_prompt_tokens=sequence.num_prompt,
-                num_cached_tokens=sequence.num_cached,
-                seconds=sequence.seconds,
-                first_token_s=sequence.first_token_s,
-            )
+        completion = Completion(
+            request_id=sequence.request.request_id,
+            finish_reason=reason,
+            text=self._output_text(sequence),
+            token_ids=tuple(output_ids),
+            logprobs=tuple(sequence.logprobs) if sampling.logprobs else None,
+            error=error,
+            num_prompt_tokens=sequence.num_prompt,
+            num_cached_tokens=sequence.num_cached,
+            seconds=sequence.seconds,
+            first_token_s=sequence.first_token_s,
         )
+        probes: list[Sequence] = []
+        if (key := sequence.request.constraint_key) and reason in (FinishReason.STOP, FinishReason.CLOSED):
+            constraint, tokens = self._grammars.spelling(key)
+            completion, probes = self._labels.add_to(completion, sequence, constraint, tokens)
+        for probe in probes:
+            self._scheduler.add(probe)
+        if not probes:
+            self._complete(completion)
+
+    def _complete(self, completion: Completion) -> None:
+        del self._sequences[completion.request_id]
+        self.stats.num_finished += 1
+        self._completions.append(completion)
 
     def _output_text(self, sequence: Sequence) -> str:
         """The output as text, up to the first stop string."""

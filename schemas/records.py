@@ -115,6 +115,7 @@ class Sampling(Record):
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     logprobs: bool = False
+    top_labels: int = 0  # the most probable labels to tell of each closed set; 0: only the chosen one's probability
     force_text: bool = True  # text that the constraint forces gets the tokenizer's own tokens instead of being drawn
 
     def __post_init__(self) -> None:
@@ -122,6 +123,7 @@ class Sampling(Record):
             "max_tokens must be at least 1": self.max_tokens >= 1,
             "temperature must be 0 or more": self.temperature >= 0,
             "top_k must be 0 (off) or more": self.top_k >= 0,
+            "top_labels must be 0 (off) or more": self.top_labels >= 0,
             "top_p must be in (0, 1]": 0 < self.top_p <= 1,
             "min_p must be in [0, 1)": 0 <= self.min_p < 1,
             "repetition_penalty must be above 0": self.repetition_penalty > 0,
@@ -234,6 +236,20 @@ class Request(Record):
             raise ValueError("a request needs exactly one of text, messages and token_ids")
 
 
+class Label(Record):
+    """One label of an output, chosen from a closed set, with its probability; ``engine.labels`` says of what.
+
+    What compares it with the others of its set is there only if asked for.
+    """
+
+    path: str  # JSON pointer; "" is the whole output
+    text: str  # a string as it is, anything else as JSON
+    probability: float
+    margin: float | None = None  # by how much the most probable label leads
+    entropy: float | None = None  # of the distribution over the set, in nats
+    ranked: tuple[tuple[str, float], ...] = ()  # labels and probabilities, the most probable first
+
+
 class Completion(Record):
     """What the engine returns for a request: always one per request, failures included."""
 
@@ -242,6 +258,7 @@ class Completion(Record):
     text: str = ""
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] | None = None  # of each output token, after mask and before temperature
+    labels: tuple[Label, ...] = ()
     error: str | None = None
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache

@@ -40,6 +40,11 @@ def select_device(settings: EngineSettings) -> torch.device:
     return device
 
 
+def gpu_uuids(device: torch.device) -> tuple[str, ...]:
+    """The UUIDs, as NVML writes them, of the GPUs that ``device`` means; none for a CPU."""
+    return (f"GPU-{torch.cuda.get_device_properties(device).uuid}",) if device.type == "cuda" else ()
+
+
 def resolve_sizes(settings: EngineSettings, device: torch.device) -> EngineSizes:
     """Fill in the sizes that settings leave at 0; call it after the weights are loaded."""
     is_gpu = device.type == "cuda"

@@ -15,7 +15,7 @@ import structlog
 import torch
 
 from engine.cache import BlockPool
-from engine.device import resolve_sizes, select_device
+from engine.device import gpu_uuids, resolve_sizes, select_device
 from engine.forced import ForcedText
 from engine.grammar import Grammars
 from engine.graphs import GraphLimits
@@ -84,6 +84,7 @@ class Engine:
         self.max_model_len = min(model.max_model_len, spec.max_position_embeddings)
         self.credits = max(256, 2 * sizes.max_num_seqs)  # the second half keeps the batch full across the pipe's delay
         self.device = str(parts.device)
+        self.gpus = gpu_uuids(parts.device)
         self.choices = parts.choices
         self.stats = EngineStats()
         self._vocab_size = spec.vocab_size

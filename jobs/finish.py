@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 
 from jobs.arrow_types import output_names, result_fields, row_column
 from jobs.job import OUTPUT, SUCCESS_FILE, Job, OutputFile, Success, shard_names
+from jobs.provenance import measure_throughput
 from jobs.source import ChunkReader
 from jobs.store import Store, exists, open_store
 from schemas.errors import AlreadyExists, JobError, StoreError
@@ -51,6 +52,7 @@ def try_finish(job: Job) -> bool:
         outputs=outputs,
         finished=datetime.now(UTC).isoformat(timespec="seconds"),
         commonest_error=tally.commonest_error(),
+        throughput=measure_throughput(job.provenances()),
     )
     with suppress(AlreadyExists):
         job.store.create(SUCCESS_FILE, encode_json(success))

@@ -9,24 +9,25 @@ from __future__ import annotations
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import structlog
 import torch
 
 from engine.cache import BlockPool
 from engine.device import gpu_uuids, resolve_sizes, select_device
+from engine.dist import Ranks, connect
 from engine.forced import ForcedText
 from engine.grammar import Grammars
-from engine.graphs import GraphLimits
 from engine.labels import Labels, launch_branches
 from engine.models import Model
 from engine.overlong import TooLong
-from engine.runner import Runner
+from engine.replica import make_replica
 from engine.sampler import Draw, Sampler
 from engine.scheduler import Scheduler
 from engine.stats import EngineStats
 from engine.text import Text
+from engine.topology import Topology
 from engine.types import Sequence, SequenceStatus
 from engine.weights import load_model
 from kernels.api import Choice, Kernels
@@ -60,19 +61,25 @@ class Parts:
     kernels: Kernels
     choices: tuple[Choice, ...]
     device: torch.device
+    ranks: Ranks = field(default_factory=Ranks)
 
 
-def load_parts(model: ModelRef, settings: EngineSettings) -> Parts:
-    """Load model and tokenizer. Raises SettingsError, ModelError, KernelError or EngineError with the cause."""
+def load_parts(model: ModelRef, settings: EngineSettings, rank: int = 0, rendezvous: str = "") -> Parts:
+    """Load model and tokenizer. Raises SettingsError, ModelError, KernelError or EngineError with the cause.
+
+    An engine of several ranks meets at the file ``rendezvous``.
+    """
     files = resolve_model(model.name, model.revision)
-    device = select_device(settings)
+    topology = Topology.of(settings)
+    device = select_device(settings, rank, topology.num_ranks)
     try:
         kernels, choices = select_kernels(device, getattr(torch, model.dtype), settings.kernels)
     except BackendError as error:
         raise KernelError(str(error)) from error
     for choice in choices:
         log.info("kernel_chosen", operation=choice.operation, backend=choice.backend, reason=choice.reason)
-    return Parts(load_model(files, model, kernels, device), Text(files), kernels, choices, device)
+    ranks = connect(topology, rank, rendezvous, device)
+    return Parts(load_model(files, model, kernels, device, ranks), Text(files), kernels, choices, device, ranks)
 
 
 class Engine:
@@ -89,24 +96,14 @@ class Engine:
         self.stats = EngineStats()
         self._vocab_size = spec.vocab_size
         self._text = parts.text
-        num_blocks = self._num_blocks(parts.model, settings.block_size, sizes.kv_cache_bytes, sizes.max_num_seqs)
-        limits = GraphLimits(
-            max_runs=sizes.max_num_seqs,
-            max_rows=sizes.max_num_batched_tokens,
-            max_blocks=-(-self.max_model_len // settings.block_size),
-        )
-        self._runner = Runner(
-            parts.model,
-            parts.device,
-            num_blocks=num_blocks,
-            block_size=settings.block_size,
-            graphs=limits if settings.cuda_graphs else None,
+        self._replica = make_replica(
+            parts.model, parts.device, parts.ranks, settings, sizes=sizes, max_model_len=self.max_model_len
         )
         self._sampler = Sampler(parts.kernels, parts.device)
         self._forced = ForcedText(parts.text)
         self._labels = Labels(parts.text, self.max_model_len)
         self._scheduler = Scheduler(
-            BlockPool(num_blocks, settings.block_size, prefix_cache=settings.prefix_cache),
+            BlockPool(self._replica.num_blocks, settings.block_size, prefix_cache=settings.prefix_cache),
             max_num_seqs=sizes.max_num_seqs,
             max_num_batched_tokens=sizes.max_num_batched_tokens,
         )
@@ -134,8 +131,6 @@ class Engine:
         if launched and not self._overlaps:
             self._collect(launched)
             self._in_flight = None
-        elif not launched and self._awaiting_grammar:
-            self._grammars.wait(COMPILE_WAIT_S)
         completions, self._completions = self._completions, []
         return completions
 
@@ -176,8 +171,16 @@ class Engine:
                 self._finish(sequence, FinishReason.CANCELLED)
 
     def has_work(self) -> bool:
-        """Whether ``step`` has anything to do or to return."""
-        return bool(self._sequences or self._completions or self._in_flight)
+        """Whether ``step`` has anything to do or to return, or ranks that share experts wait for this one."""
+        return bool(self._sequences or self._completions or self._in_flight or self._replica.is_awake)
+
+    def hear(self, num_batches: int) -> None:
+        """See Replica.hear."""
+        self._replica.hear(num_batches)
+
+    def rest(self) -> None:
+        """Called once in a while when there is no work."""
+        self._replica.keep_in_touch()
 
     def _admit(self) -> None:
         """Let in the sequences whose grammar is ready, then fill the batch."""
@@ -195,12 +198,21 @@ class Engine:
     def _launch(self) -> Launched | None:
         """Plan the next step and launch it: forward and draw. None if no sequence is ready."""
         plan = self._scheduler.plan()
+        if not plan.runs and self._in_flight:  # all wait for what was drawn
+            self._collect(self._in_flight)
+            self._in_flight = None
+            plan = self._scheduler.plan()
         self._scheduler.carry_out(plan)
         self.stats.num_preemptions += len(plan.preempted)
         if not plan.runs:
+            if (
+                not self._replica.stand_by(is_busy=bool(self._sequences or self._scheduler.has_work))
+                and self._awaiting_grammar
+            ):
+                self._grammars.wait(COMPILE_WAIT_S)
             return None
         drawn = self._in_flight.draw.tokens if self._in_flight and self._in_flight.draw else None
-        logits = self._runner.run(plan.runs, plan.num_decodes, drawn)
+        logits = self._replica.run(plan.runs, drawn)
         self._scheduler.mark_computed(plan)
         self.stats.num_steps += 1
         self.stats.num_batched_tokens += plan.num_tokens
@@ -339,17 +351,6 @@ class Engine:
             raise TooLong(len(token_ids))
         if request.token_ids and not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
             raise PromptError(f"the prompt has a token id outside 0 .. {self._vocab_size - 1}")
-
-    def _num_blocks(self, model: Model, block_size: int, kv_cache_bytes: int, max_num_seqs: int) -> int:
-        """Blocks that the memory holds, no more than twice what full batches of the longest sequences fill."""
-        blocks_per_sequence = -(-self.max_model_len // block_size)
-        num_blocks = kv_cache_bytes // model.cache_bytes_per_block(block_size)
-        if num_blocks <= blocks_per_sequence:
-            raise EngineError(
-                f"the KV cache holds {max(0, num_blocks - 1) * block_size} tokens, less than max_model_len "
-                f"{self.max_model_len}: raise engine.kv_cache_gib or lower max_model_len"
-            )
-        return min(num_blocks, 2 * max_num_seqs * blocks_per_sequence + 1)
 
 
 def find_stop(text: str, stop: tuple[str, ...]) -> int | None:

@@ -146,7 +146,7 @@ def _labelled_chunks(job: Job, chunks: list[Chunk], reader: ChunkReader, tally: 
         numbers = results[row_column(job.spec.output_column)].to_pylist()
         if numbers != list(range(chunk.start_row, chunk.start_row + chunk.num_rows)):
             raise JobError(f"part {chunk.index} of {job.job_id} does not hold its rows: delete it and resume the job")
-        tally.add(results[added[2]], results[added[3]])
+        tally.add(results[added.status], results[added.error])
         rows = pa.Table.from_batches(job.read_batches(chunk, kept, reader)).columns if kept else []
         yield pa.Table.from_arrays([*rows, *(results[name] for name in added)], schema=schema)
 

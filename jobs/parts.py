@@ -96,8 +96,9 @@ def read_part(source: pa.NativeFile, where: str, spec: JobSpec, chunk: Chunk) ->
 
 
 def _checksum(spec: JobSpec, table: pa.Table) -> str:
-    label, raw, status, _, _ = output_names(spec.output_column)
-    columns = [table[name].to_pylist() for name in (row_column(spec.output_column), status, label, raw)]
+    names = output_names(spec.output_column)
+    checked = (row_column(spec.output_column), names.status, names.label, names.raw)
+    columns = [table[name].to_pylist() for name in checked]
     return hashlib.sha256(msgspec.json.encode(columns)).hexdigest()
 
 

@@ -6,7 +6,7 @@ Knows nothing of where they are stored or who computes them.
 
 import hashlib
 from enum import StrEnum
-from typing import Any, Literal, TypeVar, dataclass_transform
+from typing import Annotated, Any, Literal, TypeVar, dataclass_transform
 
 import msgspec
 
@@ -202,12 +202,22 @@ class JobSpec(Record):
     columns: tuple[str, ...] | None = None  # input columns kept in the output; None: all
     where: str | None = None  # rows for which this expression is false are `skipped`
     limit: int | None = None
+    calibration: dict[str, float] = {}  # temperatures of the labels' probabilities, by path; see Calibration
     format_version: int = FORMAT_VERSION
 
     @property
     def job_id(self) -> str:
         """The job's name and twelve hex digits over the whole spec: the same spec is the same job."""
         return f"{self.name}-{short_hash(encode_json(self).decode(), digits=12)}"
+
+
+class Calibration(Record):
+    """The file that ``jobs.calibrate`` writes: a temperature for the labels at each path, ``*`` for an item's index."""
+
+    temperatures: dict[str, Annotated[float, msgspec.Meta(gt=0)]]
+    job_id: str  # whose labels, compared with its column of gold labels, they were fitted to
+    gold_column: str
+    format_version: int = FORMAT_VERSION
 
 
 class Chunk(Record):
@@ -287,7 +297,7 @@ class RowResult(Record):
     error: str | None = None
     finish_reason: FinishReason | None = None
     attempts: tuple[Attempt, ...] = ()
-    confidence: float | None = None
+    labels: tuple[Label, ...] = ()
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0

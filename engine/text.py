@@ -61,6 +61,8 @@ class Text:
         text = request.text or ""
         self._overlong.refuse(text, max_tokens)
         protected = self._encoder.protect_spans(text, request.data_spans) if request.data_spans else text
+        if request.has_start:
+            return self._encoder.encode(protected)
         if protected == text:
             return self._encoder.encode_with_start(text)
         return [*self._encoder.encode_with_start(""), *self._encoder.encode(protected)]

@@ -13,12 +13,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from engine.dist import Ranks
 from engine.gguf_file import GgufFile
 from engine.models import Model
 from engine.models.decoder import Decoder
 from engine.models.spec import ModelSpec
-from engine.shards import Part
 from kernels.api import Kernels
 from schemas.errors import ModelError
 from schemas.model_files import ModelFiles, read_config, resolve_model
@@ -29,22 +27,18 @@ RANDOM_STD = 0.02
 _UNUSED_TENSORS = re.compile(r"(.*\.)?rotary_emb\.inv_freq|.*\.masked_bias")
 """Buffers that old checkpoints carry and every implementation recomputes."""
 
-_EXPERT = re.compile(r".*\.experts\.\d+\.")
-
 
 class TensorFile(Protocol):
     """Tensors by Hugging Face name, on the CPU, in the checkpoint's dtype."""
 
     names: frozenset[str]
 
-    def read(self, name: str, part: Part | None = None) -> Tensor:
-        """Read one tensor, or a part of it."""
+    def read(self, name: str) -> Tensor:
+        """Read one tensor."""
 
 
-def load_model(
-    files: ModelFiles | None, ref: ModelRef, kernels: Kernels, device: torch.device, ranks: Ranks | None = None
-) -> Model:
-    """Read spec and this rank's weights into a model on ``device``. Raises ModelError or SettingsError with the cause.
+def load_model(files: ModelFiles | None, ref: ModelRef, kernels: Kernels, device: torch.device) -> Model:
+    """Read spec and weights into a model on ``device``. Raises ModelError with the cause.
 
     With ``load_format`` "random" only the spec is read; the weights depend on nothing but their names and shapes.
     """
@@ -53,13 +47,12 @@ def load_model(
     files = files or resolve_model(ref.name, ref.revision)
     dtype = getattr(torch, ref.dtype)
     gguf = GgufFile(files.path) if files.layout == "gguf" else None
-    spec, ranks = read_spec(files, gguf), ranks or Ranks()
-    ranks.topology.check_model(spec)
+    spec = read_spec(files, gguf)
     if ref.load_format == "random":
-        return Decoder(spec, RandomWeights(spec, device, dtype), kernels, ranks)
+        return Decoder(spec, RandomWeights(spec, device, dtype), kernels)
     tensors = GgufTensors(gguf, spec) if gguf else SafetensorsFiles(files.path)
     source = CheckpointWeights(tensors, spec, device, dtype)
-    model = Decoder(spec, source, kernels, ranks)
+    model = Decoder(spec, source, kernels)
     source.check_all_used()
     return model
 
@@ -78,22 +71,16 @@ class CheckpointWeights:
     def __init__(self, tensors: TensorFile, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> None:
         self._tensors, self._spec, self._device, self._dtype = tensors, spec, device, dtype
         self._used: set[str] = set()
-        self._left: set[str] = set()
 
-    def get(self, name: str, dtype: torch.dtype | None = None, part: Part | None = None) -> Tensor:
-        """See WeightSource.get; a weight in fp8 is multiplied by its scales, and cut then: a part may cut a block."""
+    def get(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """See WeightSource.get; a weight in fp8 is multiplied by its scales."""
         if name not in self._tensors.names:
             raise ModelError(f"the checkpoint has no tensor {name}: it is not complete or not of this architecture")
         self._used.add(name)
-        is_fp8 = f"{name}_scale_inv" in self._tensors.names
-        tensor = self._tensors.read(name, None if is_fp8 else part).to(self._device)
+        tensor = self._tensors.read(name).to(self._device)
         if tensor.dtype == torch.float8_e4m3fn:
-            tensor = cut(self._dequantize(name, tensor), part)
+            tensor = self._dequantize(name, tensor)
         return tensor.to(dtype or self._dtype)
-
-    def leave(self, prefix: str) -> None:
-        """See WeightSource.leave."""
-        self._left.add(prefix)
 
     def _dequantize(self, name: str, tensor: Tensor) -> Tensor:
         scale_name = f"{name}_scale_inv"
@@ -114,26 +101,13 @@ class CheckpointWeights:
         skipped = [f"model.layers.{spec.num_layers + index}." for index in range(spec.num_mtp_layers)]
         rest = self._tensors.names - self._used - ({"lm_head.weight"} if spec.tie_embeddings else set())
         rest = frozenset(
-            name
-            for name in rest
-            if not _UNUSED_TENSORS.fullmatch(name)
-            and not name.startswith(tuple(skipped))
-            and not ((expert := _EXPERT.match(name)) and expert[0] in self._left)
+            name for name in rest if not _UNUSED_TENSORS.fullmatch(name) and not name.startswith(tuple(skipped))
         )
         if rest:
             raise ModelError(
                 f"the checkpoint holds {len(rest)} tensors that this architecture does not use, so its results would "
                 f"be wrong: {', '.join(sorted(rest)[:3])} ..."
             )
-
-
-def cut(tensor: Any, part: Part | None) -> Tensor:
-    """Return a part of a tensor, or of a slice of safetensors."""
-    if part is None:
-        return tensor  # type: ignore[no-any-return]
-    shape = tensor.shape if isinstance(tensor, Tensor) else tensor.get_shape()
-    index = [slice(None)] * part.dim + [part.of(shape[part.dim])]
-    return tensor[tuple(index)].contiguous()  # type: ignore[no-any-return]
 
 
 def dequantize_blocks(weight: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
@@ -165,10 +139,9 @@ class SafetensorsFiles:
             self._file_of |= dict.fromkeys(file.keys(), path.name)
         self.names = frozenset(self._file_of)
 
-    def read(self, name: str, part: Part | None = None) -> Tensor:
-        """See TensorFile.read; the file is mapped, so this copies nothing but a part by columns."""
-        file = self._open_files[self._file_of[name]]
-        tensor: Tensor = file.get_tensor(name) if part is None else cut(file.get_slice(name), part)
+    def read(self, name: str) -> Tensor:
+        """See TensorFile.read; the file is mapped, so this copies nothing."""
+        tensor: Tensor = self._open_files[self._file_of[name]].get_tensor(name)
         return tensor
 
 
@@ -198,12 +171,12 @@ class GgufTensors:
         self._gguf_name = {_huggingface_name(name): name for name in file.tensors}
         self.names = frozenset(self._gguf_name)
 
-    def read(self, name: str, part: Part | None = None) -> Tensor:
-        """See TensorFile.read; blocks of quantised values are read whole."""
+    def read(self, name: str) -> Tensor:
+        """See TensorFile.read."""
         tensor = torch.from_numpy(self._file.read(self._gguf_name[name]))
         if self._is_permuted and (match := re.search(r"self_attn\.([qk])_proj\.", name)):
-            tensor = unpermute(tensor, self._num_heads[match[1]])
-        return cut(tensor, part)
+            return unpermute(tensor, self._num_heads[match[1]])
+        return tensor
 
 
 _GGUF_NAMES = {
@@ -245,20 +218,17 @@ class RandomWeights:
         self._shapes = _shapes(spec)
         self._device, self._dtype = device, dtype
 
-    def get(self, name: str, dtype: torch.dtype | None = None, part: Part | None = None) -> Tensor:
-        """See WeightSource.get; seeded by the name, so that the order of asking and other parts do not matter."""
+    def get(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """See WeightSource.get; seeded by the name, so that the order of asking does not matter."""
         kind = re.sub(r"^model\.layers\.\d+\.|(?<=experts\.)\d+\.", "", name)
         weight = torch.empty(self._shapes[kind], dtype=dtype or self._dtype, device=self._device)
         if name.endswith("norm.weight"):
             return weight.fill_(1.0)
         if name.endswith("bias"):
-            return cut(weight.zero_(), part)
+            return weight.zero_()
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7])
         generator = torch.Generator(self._device).manual_seed(seed)
-        return cut(weight.normal_(0.0, RANDOM_STD, generator=generator), part)
-
-    def leave(self, prefix: str) -> None:
-        """See WeightSource.leave; what is not asked for is not made."""
+        return weight.normal_(0.0, RANDOM_STD, generator=generator)
 
 
 def _shapes(spec: ModelSpec) -> Mapping[str, tuple[int, ...]]:

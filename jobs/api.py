@@ -7,7 +7,7 @@ The command lines are thin covers of these. Knows no terminal.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import PurePosixPath
@@ -20,6 +20,7 @@ from jobs.arrow_types import label_column
 from jobs.broker import ensure_broker
 from jobs.finish import try_finish
 from jobs.job import Job, check_output_columns
+from jobs.lines import BODY
 from jobs.local_worker import LocalWorker
 from jobs.plan import Plan, make_chunks
 from jobs.prompts import Prompt, PromptBuilder, Refusal
@@ -30,11 +31,12 @@ from jobs.thresholds import Thresholds
 from jobs.wait import Reporter, Snapshot, Waiter
 from schemas.constraints import KeywordDecision, enforcement_plan
 from schemas.errors import AlreadyExists, BrokerError, ConstraintError, InputDataError, JobNotFound
-from schemas.model_files import model_ref
+from schemas.model_files import chat_encoding, model_ref
 from schemas.records import (
     Chunk,
     Constraint,
     ConstraintKind,
+    InputFormat,
     JobSpec,
     JobState,
     Priority,
@@ -45,6 +47,7 @@ from schemas.records import (
 from schemas.settings import Settings
 
 NUM_EXAMPLE_ROWS = 100
+SOURCES = ("prompt_template", "prompt_column", "messages_column", "body_column")
 ENFORCEMENT_FILE = "enforcement.json"  # in the job's directory, for people: how each keyword of the constraint is kept
 
 log = structlog.get_logger(__name__)
@@ -59,6 +62,7 @@ class Submission:
     prompt_template: str | None = None
     prompt_column: str | None = None
     messages_column: str | None = None
+    body_column: str | None = None  # None for files of batch requests means their bodies
     system: str | None = None
     chat: bool = True
     constraint: Constraint | None = None
@@ -79,7 +83,6 @@ class Submission:
     columns: tuple[str, ...] | None = None
     where: str | None = None
     limit: int | None = None
-    calibration: Mapping[str, float] = field(default_factory=dict)
     output: str | None = None  # where final files go; None: inside the job directory
     chunk_rows: int | None = None  # None: Settings
     priority: Priority = Priority.INTERACTIVE
@@ -249,6 +252,10 @@ def _make_spec(submission: Submission, inputs: Inputs) -> JobSpec:
         for item in fields(submission)
         if item.name in JobSpec.__struct_fields__ and item.name not in ("inputs", "model", "name")
     }
+    if all(file.format is InputFormat.OPENAI_BATCH for file in inputs.files) and not any(map(shared.get, SOURCES)):
+        shared["body_column"] = BODY
+    if submission.chat:
+        shared["chat_encoding"] = chat_encoding(submission.model, submission.revision)
     model = model_ref(
         submission.model,
         dtype=submission.dtype,

@@ -18,6 +18,7 @@ from jobs.cli import verb
 from jobs.finish import output_schema
 from jobs.job import Job, OutputFile
 from jobs.locations import split_location
+from jobs.openai_results import result_line
 from jobs.source import python_rows
 from jobs.store import Store, exists, open_input, open_store
 from schemas.errors import JobError, StoreError
@@ -63,7 +64,16 @@ def write_jsonl(job: Job, sink: IO[bytes]) -> None:
             sink.write(_to_json(row).encode() + b"\n")
 
 
-WRITERS: dict[str, WriteFile] = {"csv": write_csv, "jsonl": write_jsonl}
+def write_openai_batch(job: Job, sink: IO[bytes]) -> None:
+    """Write one result line of the OpenAI batch API a row. Raises JobError if the rows are no such requests."""
+    if job.spec.body_column not in output_schema(job).names:
+        raise JobError(f"the output of {job.job_id} has no request bodies: export it in another format")
+    rows = (row for batch in _read_batches(job) for row in python_rows(batch))
+    for number, row in enumerate(rows):
+        sink.write(_to_json(result_line(job, row, number)).encode() + b"\n")
+
+
+WRITERS: dict[str, WriteFile] = {"csv": write_csv, "jsonl": write_jsonl, "openai-batch": write_openai_batch}
 FORMATS = (*WRITERS, "hf")
 
 
@@ -144,7 +154,7 @@ def _encode_odd(value: Any) -> str:
 )
 @click.option("--overwrite", is_flag=True, help="Replace what is there.")
 def main(settings: Settings, *, job: str, location: str, form: str | None, overwrite: bool) -> None:
-    """Write the output of JOB as CSV, JSON lines or a Hugging Face dataset directory."""
+    """Write the output of JOB as CSV, JSON lines, OpenAI batch results or a Hugging Face dataset directory."""
     from jobs import api
 
     found = api.open_job(job, settings)

@@ -24,7 +24,8 @@ MALFORMED = "\ufdd1malformed"
 LINE_FORMATS = (InputFormat.JSONL, InputFormat.CSV, InputFormat.TSV, InputFormat.OPENAI_BATCH)
 CODECS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 SEPARATORS = {InputFormat.CSV: ",", InputFormat.TSV: "\t"}
-BATCH_SCHEMA = pa.schema(dict.fromkeys(("custom_id", "method", "url", "body"), pa.string()))
+BODY = "body"
+BATCH_SCHEMA = pa.schema(dict.fromkeys(("custom_id", "method", "url", BODY), pa.string()))
 
 READ_BYTES = 2**20
 MAX_LINE_BYTES = 2**28

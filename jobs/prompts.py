@@ -16,14 +16,30 @@ from jinja2 import meta, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jobs.arrow_types import output_names
+from jobs.deepseek import check_recipe, render
+from jobs.instructions import describe_constraint
 from jobs.lines import LINE_FORMATS, MALFORMED
+from jobs.openai_requests import BadRequest, Question, read_body
 from jobs.source import check_columns
 from schemas.constraints import load_constraint
 from schemas.errors import ConstraintError, PromptError
-from schemas.records import Constraint, ConstraintKind, JobSpec, Message, RowStatus, short_hash
+from schemas.records import (
+    ChatEncoding,
+    Constraint,
+    ConstraintKind,
+    JobSpec,
+    Message,
+    RowStatus,
+    Sampling,
+    encode_json,
+    short_hash,
+)
 
 ROW_NAME = "row"
 """In templates and filters, ``row["any name"]`` reaches columns whose names are no identifiers."""
+
+URL = "url"
+"""The column beside a body that names the endpoint it was written for, where there is one."""
 
 DATA_EDGE = "\ufdd0"
 """Around a row's values while a plain completion's text is made; a code point that Unicode gives to nobody."""
@@ -33,7 +49,7 @@ KEY_DIGITS = 32
 
 
 class Prompt(NamedTuple):
-    """What is asked for one row: ``text`` or ``messages``. Equal content keys are equal questions."""
+    """What is asked for one row: ``text`` or ``messages``. Equal content keys: equal questions, sampling included."""
 
     text: str | None
     messages: tuple[Message, ...] | None
@@ -41,6 +57,10 @@ class Prompt(NamedTuple):
     constraint_key: str | None
     content_key: str
     data_spans: tuple[tuple[int, int], ...] = ()  # where ``text`` is the row's: no special token is read there
+    has_start: bool = False  # ``text`` is a whole conversation, with the model's start token
+    sampling: Sampling | None = None  # the row's own; None: the job's
+    read: Callable[[str], str] | None = None  # finds the answer in what the model says; then nothing is enforced, and
+    checked: Constraint | None = None  # the answer is held to this afterwards
 
 
 class Refusal(NamedTuple):
@@ -48,6 +68,10 @@ class Refusal(NamedTuple):
 
     status: RowStatus
     error: str | None
+
+
+_Content = str | tuple[Message, ...] | Question
+"""What a row asks: text, a conversation, or one that says how it wants to be answered."""
 
 
 class _RowError(Exception):
@@ -65,6 +89,9 @@ class PromptBuilder:
         finalize = _refuse_null if spec.chat else _mark_data
         self._environment = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, finalize=finalize)
         self._columns: set[str] = set()
+        self._encoding = spec.chat_encoding if spec.chat else ChatEncoding.TEMPLATE
+        if self._encoding is not ChatEncoding.TEMPLATE:
+            check_recipe()
         self._is_kept = self._compile_where(schema) if spec.where is not None else None
         self._content = self._compile_content(schema)
         if spec.constraint_column is not None:
@@ -85,42 +112,87 @@ class PromptBuilder:
             if self._is_kept is not None and not self._is_kept(row):
                 return Refusal(RowStatus.SKIPPED, None)
             content = self._content(row)
-        except _RowError as error:
+            return self._prompt(content, self._constraint_of(row, content))
+        except (_RowError, BadRequest) as error:
             return Refusal(RowStatus.INPUT_ERROR, str(error))
-        keyed = self._constraint
-        if self._spec.constraint_column is not None:
-            loaded = self._load_constraint(row[self._spec.constraint_column])
-            if isinstance(loaded, Refusal):
-                return loaded
-            keyed = loaded
-        return self._prompt(content, keyed)
+        except ConstraintError as error:
+            return Refusal(RowStatus.CONSTRAINT_ERROR, str(error))
 
-    def _prompt(self, content: str | tuple[Message, ...], keyed: "_Keyed") -> Prompt:
+    def _constraint_of(self, row: Mapping[str, Any], content: "_Content") -> "_Keyed":
+        """What the row says of its answer, else what the job says."""
+        if isinstance(content, Question) and content.constraint is not None:
+            constraint = content.constraint
+        elif self._spec.constraint_column is not None:
+            constraint = row_constraint(self._spec, row[self._spec.constraint_column])
+        else:
+            return self._constraint
+        if constraint not in self._constraints:
+            self._constraints[constraint] = _keyed(load_constraint(constraint.kind, constraint.source))
+        return self._constraints[constraint]
+
+    def _prompt(self, content: "_Content", keyed: "_Keyed") -> Prompt:
         constraint_key = keyed.key or ""
+        if isinstance(content, Question) or self._encoding is not ChatEncoding.TEMPLATE:
+            return self._prompt_of_question(content, keyed)
         if self._spec.chat:
-            messages = (Message(role="user", content=content),) if isinstance(content, str) else content
-            if self._system and messages[0].role != "system":
-                messages = (Message(role="system", content=self._system), *messages)
-            parts = [part for message in messages for part in (message.role, message.content)]
-            return Prompt(None, messages, *keyed, short_hash(constraint_key, *parts, digits=KEY_DIGITS))
+            messages = self._with_system(
+                (Message(role="user", content=content),) if isinstance(content, str) else content
+            )
+            return Prompt(None, messages, *keyed, short_hash(constraint_key, *_parts(messages), digits=KEY_DIGITS))
         text = content if isinstance(content, str) else "\n\n".join(message.content for message in content)
         marked = text if self._spec.prompt_template is not None else _mark_data(text)
         text, data_spans = _split_data(f"{self._system}\n\n{marked}" if self._system else marked)
         content_key = short_hash(constraint_key, text, *map(str, data_spans), digits=KEY_DIGITS)
         return Prompt(text, None, *keyed, content_key, data_spans)
 
-    def _compile_content(self, schema: pa.Schema) -> Callable[[Mapping[str, Any]], str | tuple[Message, ...]]:
+    def _prompt_of_question(self, content: "_Content", keyed: "_Keyed") -> Prompt:
+        """A prompt with sampling of its own, or one that is rendered here since the checkpoint has no template."""
+        if isinstance(content, str):
+            content = (Message(role="user", content=content),)
+        question = content if isinstance(content, Question) else Question(content)
+        sampling = question.resolve_sampling(self._spec.sampling)
+        messages = self._with_system(question.messages)
+        if self._encoding is ChatEncoding.TEMPLATE:
+            key = short_hash(keyed.key or "", *_parts(messages), *_own(sampling, question.seed), digits=KEY_DIGITS)
+            return Prompt(None, messages, *keyed, key, sampling=sampling)
+        chat = question.chat or {"messages": msgspec.to_builtins(messages)}
+        rendered = render(self._encoding, chat)
+        if rendered.is_thinking:  # what the recipe gives a model that thinks
+            sampling = msgspec.structs.replace(sampling or self._spec.sampling, temperature=1.0, top_p=1.0)
+        parts = (rendered.text, *map(str, rendered.data_spans), *_own(sampling, question.seed))
+        return Prompt(
+            rendered.text,
+            None,
+            *(keyed if rendered.read is None else _keyed(None)),
+            short_hash(keyed.key or "", *parts, digits=KEY_DIGITS),
+            rendered.data_spans,
+            has_start=True,
+            sampling=sampling,
+            read=rendered.read,
+            checked=None if rendered.read is None else keyed.constraint,
+        )
+
+    def _with_system(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+        if self._system and messages[0].role != "system":
+            return (Message(role="system", content=self._system), *messages)
+        return messages
+
+    def _compile_content(self, schema: pa.Schema) -> Callable[[Mapping[str, Any]], "_Content"]:
         spec = self._spec
-        given = [x for x in (spec.prompt_template, spec.prompt_column, spec.messages_column) if x is not None]
-        if len(given) > 1:
-            raise PromptError("give one of template, prompt column and messages column, not several")
+        sources = (spec.prompt_template, spec.prompt_column, spec.messages_column, spec.body_column)
+        if sum(x is not None for x in sources) > 1:
+            raise PromptError("give one of template, prompt column, messages column and body column, not several")
+        if spec.body_column is not None:
+            return self._compile_bodies(spec.body_column, schema)
         if spec.prompt_template is not None:
             return self._compile_template(spec.prompt_template, schema)
         if (name := spec.prompt_column or spec.messages_column) is not None:
             check_columns([name], schema, "prompt column" if spec.prompt_column else "messages column")
             self._refuse_hidden({name}, "the prompt")
             self._columns.add(name)
-            read = _text_of if spec.prompt_column else _messages_of
+            read: Callable[[str, Any], _Content] = _text_of if spec.prompt_column else _messages_of
+            if spec.messages_column and self._encoding is not ChatEncoding.TEMPLATE:
+                read = _conversation_of
             return lambda row: read(name, row[name])
         names = [name for name in self._visible if not _is_binary(schema.field(name).type)]
         if not names:
@@ -131,6 +203,15 @@ class PromptBuilder:
         if len(names) == 1:
             return lambda row: _text_of(names[0], row[names[0]])
         return lambda row: _all_columns(names, row)
+
+    def _compile_bodies(self, name: str, schema: pa.Schema) -> Callable[[Mapping[str, Any]], Question]:
+        if not self._spec.chat or self._spec.num_completions > 1:
+            raise PromptError("bodies are conversations with one answer each: leave out --no-chat and --n")
+        check_columns([name], schema, "body column")
+        self._refuse_hidden({name}, "the prompt")
+        self._columns |= {name, URL} & {name, *schema.names}
+        several_calls = self._encoding is not ChatEncoding.TEMPLATE
+        return lambda row: read_body(_text_of(name, row[name]), row.get(URL), several_calls=several_calls)
 
     def _compile_template(self, source: str, schema: pa.Schema) -> Callable[[Mapping[str, Any]], str]:
         used, whole_row = self._names_in(source, "the template")
@@ -186,15 +267,6 @@ class PromptBuilder:
         if named := sorted(used & {name for name in self._hidden if name}):
             raise PromptError(f"{what} uses {', '.join(named)}: gold and output columns never enter a prompt")
 
-    def _load_constraint(self, cell: Any) -> "_Keyed | Refusal":
-        try:
-            constraint = row_constraint(self._spec, cell)
-            if constraint not in self._constraints:
-                self._constraints[constraint] = _keyed(load_constraint(constraint.kind, constraint.source))
-        except ConstraintError as error:
-            return Refusal(RowStatus.CONSTRAINT_ERROR, str(error))
-        return self._constraints[constraint]
-
 
 def row_constraint(spec: JobSpec, cell: Any) -> Constraint:
     """Return what the constraint column holds: a source of the job's kind, or a struct of ``kind`` and ``source``.
@@ -231,22 +303,11 @@ def system_text(spec: JobSpec) -> str | None:
     """
     if spec.system is not None:
         return spec.system or None
-    stands_alone = spec.prompt_template is not None or spec.messages_column is not None or not spec.chat
+    written_out = (spec.prompt_template, spec.messages_column, spec.body_column)
+    stands_alone = any(x is not None for x in written_out) or not spec.chat
     if stands_alone or spec.constraint is None:
         return None
-    source = spec.constraint.source
-    match spec.constraint.kind:
-        case ConstraintKind.JSON_SCHEMA:
-            return (
-                "Answer with one JSON document on one line that follows this JSON Schema, and nothing else:\n"
-                + json.dumps(json.loads(source), ensure_ascii=False)
-            )
-        case ConstraintKind.CHOICE:
-            return "Answer with exactly one of these, and nothing else:\n" + "\n".join(json.loads(source))
-        case ConstraintKind.REGEX:
-            return f"Answer with text that matches this regular expression, and nothing else:\n{source}"
-        case ConstraintKind.EBNF:
-            return f"Answer with text that follows this grammar, and nothing else:\n{source}"
+    return describe_constraint(spec.constraint)
 
 
 @contextmanager
@@ -267,6 +328,15 @@ class _Keyed(NamedTuple):
 
 def _keyed(constraint: Constraint | None) -> _Keyed:
     return _Keyed(constraint, constraint.key if constraint else None)
+
+
+def _parts(messages: tuple[Message, ...]) -> list[str]:
+    return [part for message in messages for part in (message.role, message.content)]
+
+
+def _own(sampling: Sampling | None, seed: int | None) -> tuple[str, ...]:
+    """What makes equal prompts different questions."""
+    return () if sampling is None and seed is None else (encode_json((sampling, seed)).decode(),)
 
 
 def _refuse_null(value: Any) -> Any:
@@ -308,6 +378,17 @@ def _messages_of(name: str, value: Any) -> tuple[Message, ...]:
     if not messages or not all(message.role and message.content for message in messages):
         raise _RowError(f"{name} has no messages, or one without role or content")
     return messages
+
+
+def _conversation_of(name: str, value: Any) -> Question:
+    """Messages with all that they hold, such as calls of tools, for an encoding that knows what to do with it."""
+    try:
+        items = json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise _RowError(f"{name} is not a list of messages: {error}") from error
+    if not isinstance(items, list) or not items or not all(isinstance(item, dict) for item in items):
+        raise _RowError(f"{name} is null, empty or not a list of messages")
+    return Question((), chat={"messages": [{k: v for k, v in item.items() if v is not None} for item in items]})
 
 
 def _role_and_content(item: Any) -> dict[str, Any]:

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from jobs.arrow_types import DoesNotFit, LabelColumn, completion_column
-from jobs.confidence import calibrate, engine_sampling
+from jobs.arrow_types import AS_WRITTEN, DoesNotFit, LabelColumn, completion_column
 from jobs.job import Job
 from jobs.prompts import Prompt, PromptBuilder, Refusal
 from jobs.reproducer import keep_reproducer
@@ -115,7 +114,6 @@ class _ChunkRun:
         self, spec: JobSpec, submit: Submit, cancel: Callable[[list[str]], None], spill: Spill | None, keep: Keep
     ) -> None:
         self._spec = spec
-        self._sampling = engine_sampling(spec)
         self._keep_reproducer = keep
         self._spill = spill
         self._spilled = spill.read() if spill else {}
@@ -123,7 +121,7 @@ class _ChunkRun:
         self._cancel = cancel
         self._column = completion_column(spec)
         self._name = f"{spec.job_id}:{uuid.uuid4().hex[:8]}"  # a second delivery may run in the same engine
-        self._checked: dict[tuple[str | None, str], tuple[Any, str | None]] = {}
+        self._checked: dict[tuple[Constraint | None, str], tuple[Any, str | None]] = {}
         self._in_flight: dict[str, tuple[_Row, int, Request]] = {}
         self._finished: queue.SimpleQueue[tuple[str, Future[Completion]]] = queue.SimpleQueue()
         self._twins: dict[str, list[int]] = {}  # by content key: the rows that wait for the first to ask the same
@@ -165,7 +163,7 @@ class _ChunkRun:
         self._twins[key] = []
         row = _Row(index, prompt, self._spec.num_completions)
         for completion_index in range(self._spec.num_completions):
-            self._ask(row, completion_index, self._sampling)
+            self._ask(row, completion_index, prompt.sampling or self._spec.sampling)
 
     def _ask(self, row: _Row, completion_index: int, sampling: Sampling) -> None:
         attempt = len(row.attempts[completion_index])
@@ -174,6 +172,7 @@ class _ChunkRun:
             text=row.prompt.text,
             messages=row.prompt.messages,
             data_spans=row.prompt.data_spans,
+            has_start=row.prompt.has_start,
             constraint_key=row.prompt.constraint_key,
             sampling=sampling,
             seed=row_seed(self._spec.seed, row.prompt.content_key, completion_index, attempt),
@@ -228,7 +227,7 @@ class _ChunkRun:
             return
         row.outcomes[completion_index] = outcome
         if len(row.outcomes) == len(row.attempts):
-            result = _row_result(row, self._spec)
+            result = _row_result(row)
             if self._spill is not None:
                 self._spill.add(result)
             self._answered[row.prompt.content_key] = result
@@ -252,9 +251,15 @@ class _ChunkRun:
 
     def _check(self, prompt: Prompt, text: str) -> tuple[Any, str | None]:
         """Return the label, or None and why the text is none. Labels repeat, so a text is validated once a chunk."""
-        key = (prompt.constraint_key, text)
+        if prompt.read is not None:
+            try:
+                text = prompt.read(text)
+            except ValueError as error:
+                return None, str(error)
+        constraint = prompt.checked or prompt.constraint
+        key = (constraint, text)
         if key not in self._checked:
-            self._checked[key] = _check_text(prompt.constraint, self._column, text)
+            self._checked[key] = _check_text(constraint, self._column, text)
         return self._checked[key]
 
 
@@ -265,7 +270,7 @@ def _check_text(constraint: Constraint | None, column: LabelColumn, text: str) -
     if error is not None:
         return None, error
     try:
-        return column.fit(value), None
+        return column.fit(text if column is AS_WRITTEN else value), None
     except DoesNotFit as misfit:
         return None, f"valid, but not as a label of type {column.type}: {misfit}"
 
@@ -316,7 +321,7 @@ def _attempt(request: Request, outcome: _Outcome) -> Attempt:
     )
 
 
-def _row_result(row: _Row, spec: JobSpec) -> RowResult:
+def _row_result(row: _Row) -> RowResult:
     """Put a row's completions together; with several, it is ``ok`` only if each is, and has lists for values."""
     outcomes = [row.outcomes[index] for index in range(len(row.attempts))]
     is_single = len(outcomes) == 1
@@ -331,10 +336,15 @@ def _row_result(row: _Row, spec: JobSpec) -> RowResult:
         error=worst.error if is_single or worst.error is None else f"completion {worst_index}: {worst.error}",
         finish_reason=worst.completion.finish_reason,
         attempts=tuple(attempt for attempts in row.attempts for attempt in attempts),
-        labels=calibrate(worst.completion.labels, spec) if is_single and worst.status in LABELLED else (),
+        confidence=_confidence(worst.completion) if is_single else None,
         num_prompt_tokens=worst.completion.num_prompt_tokens,
         num_cached_tokens=worst.completion.num_cached_tokens,
         num_output_tokens=sum(len(outcome.completion.token_ids) for outcome in outcomes),
         seconds=row.seconds,
         first_token_s=row.first_token_s,
     )
+
+
+def _confidence(completion: Completion) -> float | None:
+    """The probability of the whole text among those the constraint allows."""
+    return None if completion.logprobs is None else math.exp(sum(completion.logprobs))

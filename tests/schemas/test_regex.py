@@ -1,5 +1,6 @@
 """The regular expressions that two engines read alike: ``re`` and the grammar engine are each other's oracle."""
 
+import json
 import re
 from itertools import pairwise
 
@@ -9,9 +10,23 @@ from hypothesis import strategies as st
 
 from schemas.constraints import load_constraint, make_validator
 from schemas.errors import ConstraintError
+from schemas.json_leaves import PLAIN
+from schemas.plan import GrammarEngine
 from schemas.records import Constraint, ConstraintKind
-from schemas.regex import ANY, Chars, complement, intersection, lengths, parse_regex, print_regex, union, whole
-from tests.schemas.grammar_oracle import accepts, compile_grammar
+from schemas.regex import (
+    ANY,
+    NOTHING,
+    Chars,
+    complement,
+    intersection,
+    lengths,
+    parse_regex,
+    print_regex,
+    restrict,
+    union,
+    whole,
+)
+from tests.schemas.grammar_oracle import accepts, compile_grammar, compile_json
 
 atoms = st.sampled_from(
     [
@@ -70,6 +85,17 @@ def test_what_the_pattern_generates_passes_both(pattern: str, data: st.DataObjec
     constraint = load(pattern)
     assert make_validator(constraint).check(text) == (text, None)
     assert accepts(compile_grammar(constraint), text)
+
+
+@settings(max_examples=150, deadline=None)
+@given(patterns, st.lists(st.text("ab1 -_.c", max_size=6), min_size=8, max_size=16))
+def test_a_pattern_inside_a_schema_means_the_same(pattern: str, texts: list[str]) -> None:
+    tree = restrict(whole(parse_regex(pattern)), PLAIN)
+    assume(tree != NOTHING)
+    printed = print_regex(tree)
+    grammar = compile_json(GrammarEngine.XGRAMMAR, json.dumps({"type": "string", "pattern": printed}))
+    for text in texts:
+        assert accepts(grammar, json.dumps(text)) == (re.fullmatch(printed, text, re.ASCII) is not None)
 
 
 @given(patterns)

@@ -372,7 +372,9 @@ def _print(tree: Node) -> str:
     if isinstance(tree, Repeat):
         is_char = isinstance(tree.item, Chars)
         high = "" if tree.high is None else tree.high
-        short = {(0, None): "*", (1, None): "+", **({(0, 1): "?"} if is_char else {})}  # xgrammar: "1" fits (a[0-9]+)?
+        short: dict[tuple[int, int | None], str] = {(0, None): "*", (1, None): "+"}
+        if is_char:
+            short[0, 1] = "?"  # behind a group xgrammar 0.2.9 reads it wrong: "1" would match (a[0-9]+)?
         bounds = short.get((tree.low, tree.high)) or (
             f"{{{tree.low}}}" if tree.low == high else f"{{{tree.low},{high}}}"
         )

@@ -26,17 +26,38 @@ class EngineSizes:
     kv_cache_bytes: int
 
 
-def select_device(settings: EngineSettings) -> torch.device:
-    """Resolve ``settings.device`` and set the number of CPU threads. Raises SettingsError if it is absent."""
-    torch.set_num_threads(settings.num_threads or len(os.sched_getaffinity(0)))
+def select_device(settings: EngineSettings, rank: int = 0, num_ranks: int = 1) -> torch.device:
+    """Resolve this rank's device and set the number of CPU threads. Raises SettingsError if it is absent.
+
+    Ranks have the GPUs from ``settings.device`` on, one each; on a CPU they share the cores.
+    """
+    torch.set_num_threads(settings.num_threads or max(1, len(os.sched_getaffinity(0)) // num_ranks))
     name = settings.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
+        if device.type == "cuda" and num_ranks > 1:
+            device = _device_of_rank(device.index or 0, rank, num_ranks)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
         raise SettingsError(f"engine.device {settings.device!r} cannot be used: {error}") from error
+    return device
+
+
+def gpu_uuids(device: torch.device) -> tuple[str, ...]:
+    """The UUIDs, as NVML writes them, of the GPUs that ``device`` means; none for a CPU."""
+    return (f"GPU-{torch.cuda.get_device_properties(device).uuid}",) if device.type == "cuda" else ()
+
+
+def _device_of_rank(first: int, rank: int, num_ranks: int) -> torch.device:
+    if first + num_ranks > (num_devices := torch.cuda.device_count()):
+        raise SettingsError(
+            f"an engine of {num_ranks} ranks needs as many GPUs from cuda:{first} on, this machine has {num_devices}: "
+            "lower engine.data_parallel, tensor_parallel or context_parallel"
+        )
+    device = torch.device("cuda", first + rank)
+    torch.cuda.set_device(device)
     return device
 
 

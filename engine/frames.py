@@ -50,6 +50,7 @@ class Hello(Record, tag=True):
     max_model_len: int
     device: str
     kernels: tuple[tuple[str, str, str], ...]  # operation, backend, reason
+    gpus: tuple[str, ...] = ()  # UUIDs
 
 
 class Completions(Record, tag=True):

@@ -115,6 +115,12 @@ class Grammars:
             self._queue.append(key)  # poll starts it, so that poll reports it
         return None
 
+    def spelling(self, key: str) -> tuple[Constraint, Seq[bytes]]:
+        """A compiled constraint, and the vocabulary as the bytes that it is matched with."""
+        assert self._compilers is not None, "a compiled grammar has a compiler"
+        constraint = self._constraints[key]
+        return constraint, self._compilers.vocabulary_of(constraint).tokens
+
     def poll(self) -> list[str]:
         """Start what is queued; return the keys whose compile ended, well or not, since the last call."""
         self._has_result.clear()

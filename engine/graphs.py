@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +17,7 @@ import structlog
 import torch
 from torch import Tensor
 
-from engine.batch import StepBatch
+from engine.batch import StepBatch, StepSize
 from engine.models import Model
 from kernels.api import AttentionBatch
 
@@ -99,17 +99,15 @@ class StepGraphs:
         }
         log.info("step_graphs_recorded", num_graphs=len(shapes), max_rows=max(shape.rows for shape in shapes))
 
-    def run(self, arrays: Mapping[str, np.ndarray], drawn: Tensor | None) -> Tensor | None:
-        """Logits [L, V] of the rows ``logits_rows``, or None where no graph holds the step.
+    def run(self, arrays: Mapping[str, np.ndarray], size: StepSize, drawn: Tensor | None) -> Tensor | None:
+        """Logits [L, V] of the rows ``logits_rows``, or None where no graph holds a step of that size.
 
         ``arrays`` are those of runner.lay_out, ``drawn`` as in Runner.run.
         """
-        rows, runs = len(arrays["input_ids"]), len(arrays["seq_lens"])
-        is_decode = rows == runs
-        sizes = self._sizes[is_decode]
-        if not sizes or rows > sizes[-1]:
+        sizes = self._sizes[size.is_decode]
+        if not sizes or size.rows > sizes[-1]:
             return None
-        recorded = self._recorded[is_decode, sizes[bisect_left(sizes, rows)]]
+        recorded = self._recorded[size.is_decode, sizes[bisect_left(sizes, size.rows)]]
         recorded.was_copied.synchronize()
         _fill(recorded.host, arrays)
         recorded.inputs.copy_(recorded.pinned, non_blocking=True)
@@ -130,7 +128,7 @@ class StepGraphs:
 
         def forward() -> Tensor:
             input_ids = fill_in(parts["input_ids"], parts["sources"], self._drawn)
-            return self._model.forward(StepBatch(input_ids, batch.positions, batch.logits_rows, batch.attention), cache)
+            return self._model.forward(replace(batch, input_ids=input_ids), cache)
 
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))
@@ -139,7 +137,7 @@ class StepGraphs:
                 forward()
         torch.cuda.current_stream(device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # NCCL has a thread of its own
             hidden = forward()
         return Recorded(graph, pinned, host, inputs, batch, hidden, torch.cuda.Event())  # type: ignore[no-untyped-call]
 
@@ -195,4 +193,5 @@ def _fixed_batch(parts: Mapping[str, Tensor], shape: Shape) -> StepBatch:
         host_seq_lens=(),  # lengths change from replay to replay: kernels in a graph read seq_lens
         num_decodes=shape.runs if shape.is_decode else 0,
     )
-    return StepBatch(parts["input_ids"], parts["positions"], parts["logits_rows"], attention)
+    size = StepSize(shape.rows, shape.runs, shape.is_decode)
+    return StepBatch(parts["input_ids"], parts["positions"], parts["logits_rows"], attention, size)

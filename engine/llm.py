@@ -47,7 +47,8 @@ class SamplingParams:
     """How one prompt is continued; names and defaults are DeepInfer's. Raises ValueError or ConstraintError when built.
 
     ``so_args``: {"schema_type": "json" | "regex" | "ebnf" | "choice", "schema": text, or a dict (json), or a list of
-    strings (choice)}; keys come out in the schema's order. ``seq_seed`` None: derived from the LLM's seed and prompt.
+    strings (choice)}; keys come out in the schema's order. ``top_labels``: how many labels of each closed set to rank.
+    ``seq_seed`` None: derived from the LLM's seed and prompt.
     """
 
     temperature: float = 1.0
@@ -59,6 +60,7 @@ class SamplingParams:
     stop: str | Sequence[str] = ()
     ignore_eos: bool = False
     logprobs: bool = False
+    top_labels: int = 0
     seq_seed: int | None = None
     so_args: Mapping[str, Any] | None = None
 
@@ -79,6 +81,7 @@ class SamplingParams:
             "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
             "ignore_eos": self.ignore_eos,
             "logprobs": self.logprobs,
+            "top_labels": self.top_labels,
         }
         try:
             return msgspec.convert(fields, Sampling)

@@ -9,23 +9,25 @@ from __future__ import annotations
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import structlog
 import torch
 
 from engine.cache import BlockPool
-from engine.device import resolve_sizes, select_device
+from engine.device import gpu_uuids, resolve_sizes, select_device
+from engine.dist import Ranks, connect
 from engine.forced import ForcedText
 from engine.grammar import Grammars
-from engine.graphs import GraphLimits
+from engine.labels import Labels, launch_branches
 from engine.models import Model
 from engine.overlong import TooLong
-from engine.runner import Runner
+from engine.replica import make_replica
 from engine.sampler import Draw, Sampler
 from engine.scheduler import Scheduler
 from engine.stats import EngineStats
 from engine.text import Text
+from engine.topology import Topology
 from engine.types import Sequence, SequenceStatus
 from engine.weights import load_model
 from kernels.api import Choice, Kernels
@@ -43,10 +45,11 @@ COMPILE_WAIT_S = 0.02
 
 @dataclass(frozen=True)
 class Launched:
-    """A step on its way: the sequences that get a token, and the draw that has it."""
+    """A step on its way: the sequences that get a token, and the draw that has it. Some only ask about labels."""
 
     sequences: list[Sequence]
     draw: Draw | None
+    branches: tuple[list[Sequence], torch.Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -58,19 +61,25 @@ class Parts:
     kernels: Kernels
     choices: tuple[Choice, ...]
     device: torch.device
+    ranks: Ranks = field(default_factory=Ranks)
 
 
-def load_parts(model: ModelRef, settings: EngineSettings) -> Parts:
-    """Load model and tokenizer. Raises SettingsError, ModelError, KernelError or EngineError with the cause."""
+def load_parts(model: ModelRef, settings: EngineSettings, rank: int = 0, rendezvous: str = "") -> Parts:
+    """Load model and tokenizer. Raises SettingsError, ModelError, KernelError or EngineError with the cause.
+
+    An engine of several ranks meets at the file ``rendezvous``.
+    """
     files = resolve_model(model.name, model.revision)
-    device = select_device(settings)
+    topology = Topology.of(settings)
+    device = select_device(settings, rank, topology.num_ranks)
     try:
         kernels, choices = select_kernels(device, getattr(torch, model.dtype), settings.kernels)
     except BackendError as error:
         raise KernelError(str(error)) from error
     for choice in choices:
         log.info("kernel_chosen", operation=choice.operation, backend=choice.backend, reason=choice.reason)
-    return Parts(load_model(files, model, kernels, device), Text(files), kernels, choices, device)
+    ranks = connect(topology, rank, rendezvous, device)
+    return Parts(load_model(files, model, kernels, device, ranks), Text(files), kernels, choices, device, ranks)
 
 
 class Engine:
@@ -82,27 +91,19 @@ class Engine:
         self.max_model_len = min(model.max_model_len, spec.max_position_embeddings)
         self.credits = max(256, 2 * sizes.max_num_seqs)  # the second half keeps the batch full across the pipe's delay
         self.device = str(parts.device)
+        self.gpus = gpu_uuids(parts.device)
         self.choices = parts.choices
         self.stats = EngineStats()
         self._vocab_size = spec.vocab_size
         self._text = parts.text
-        num_blocks = self._num_blocks(parts.model, settings.block_size, sizes.kv_cache_bytes, sizes.max_num_seqs)
-        limits = GraphLimits(
-            max_runs=sizes.max_num_seqs,
-            max_rows=sizes.max_num_batched_tokens,
-            max_blocks=-(-self.max_model_len // settings.block_size),
-        )
-        self._runner = Runner(
-            parts.model,
-            parts.device,
-            num_blocks=num_blocks,
-            block_size=settings.block_size,
-            graphs=limits if settings.cuda_graphs else None,
+        self._replica = make_replica(
+            parts.model, parts.device, parts.ranks, settings, sizes=sizes, max_model_len=self.max_model_len
         )
         self._sampler = Sampler(parts.kernels, parts.device)
         self._forced = ForcedText(parts.text)
+        self._labels = Labels(parts.text, self.max_model_len)
         self._scheduler = Scheduler(
-            BlockPool(num_blocks, settings.block_size, prefix_cache=settings.prefix_cache),
+            BlockPool(self._replica.num_blocks, settings.block_size, prefix_cache=settings.prefix_cache),
             max_num_seqs=sizes.max_num_seqs,
             max_num_batched_tokens=sizes.max_num_batched_tokens,
         )
@@ -130,8 +131,6 @@ class Engine:
         if launched and not self._overlaps:
             self._collect(launched)
             self._in_flight = None
-        elif not launched and self._awaiting_grammar:
-            self._grammars.wait(COMPILE_WAIT_S)
         completions, self._completions = self._completions, []
         return completions
 
@@ -167,12 +166,21 @@ class Engine:
     def cancel(self, request_ids: Iterable[str]) -> None:
         """End these requests with what they have; ids that are not in flight are ignored."""
         for request_id in request_ids:
-            if (sequence := self._sequences.get(request_id)) is not None:
+            sequence = self._sequences.get(request_id)
+            if sequence is not None and sequence.status is not SequenceStatus.FINISHED:
                 self._finish(sequence, FinishReason.CANCELLED)
 
     def has_work(self) -> bool:
-        """Whether ``step`` has anything to do or to return."""
-        return bool(self._sequences or self._completions or self._in_flight)
+        """Whether ``step`` has anything to do or to return, or ranks that share experts wait for this one."""
+        return bool(self._sequences or self._completions or self._in_flight or self._replica.is_awake)
+
+    def hear(self, num_batches: int) -> None:
+        """See Replica.hear."""
+        self._replica.hear(num_batches)
+
+    def rest(self) -> None:
+        """Called once in a while when there is no work."""
+        self._replica.keep_in_touch()
 
     def _admit(self) -> None:
         """Let in the sequences whose grammar is ready, then fill the batch."""
@@ -181,21 +189,30 @@ class Engine:
                 if sequence.status is not SequenceStatus.FINISHED:
                     self._queue(sequence)
         for sequence in self._scheduler.admit():
-            if sequence.num_preemptions == 0:
+            if sequence.num_preemptions == 0 and not sequence.branch:
                 self.stats.num_prompt_tokens += sequence.num_prompt
                 self.stats.num_cached_tokens += sequence.num_cached
         self.stats.num_running = len(self._scheduler.running)
-        self.stats.num_waiting = len(self._sequences) - self.stats.num_running
+        self.stats.num_waiting = max(0, len(self._sequences) - self.stats.num_running)
 
     def _launch(self) -> Launched | None:
         """Plan the next step and launch it: forward and draw. None if no sequence is ready."""
         plan = self._scheduler.plan()
+        if not plan.runs and self._in_flight:  # all wait for what was drawn
+            self._collect(self._in_flight)
+            self._in_flight = None
+            plan = self._scheduler.plan()
         self._scheduler.carry_out(plan)
         self.stats.num_preemptions += len(plan.preempted)
         if not plan.runs:
+            if (
+                not self._replica.stand_by(is_busy=bool(self._sequences or self._scheduler.has_work))
+                and self._awaiting_grammar
+            ):
+                self._grammars.wait(COMPILE_WAIT_S)
             return None
         drawn = self._in_flight.draw.tokens if self._in_flight and self._in_flight.draw else None
-        logits = self._runner.run(plan.runs, plan.num_decodes, drawn)
+        logits = self._replica.run(plan.runs, drawn)
         self._scheduler.mark_computed(plan)
         self.stats.num_steps += 1
         self.stats.num_batched_tokens += plan.num_tokens
@@ -203,23 +220,30 @@ class Engine:
         if not sequences:
             return Launched([], None)
         bitmask = self._grammars.fill([sequence.matcher for sequence in sequences])  # while the device computes
+        branches = launch_branches(logits, sequences)  # before the sampler overwrites the logits
         draw = self._sampler.sample(logits, sequences, bitmask)
         for row, sequence in enumerate(sequences):
             sequence.draw_row = row
             sequence.num_in_flight += 1
-        return Launched(sequences, draw)
+        return Launched(sequences, draw, branches)
 
     def _collect(self, launched: Launched) -> None:
         """Read what a step drew and end what is done; a row that ended meanwhile is dropped."""
         drawn = launched.draw.read() if launched.draw else []
         for sequence, (token_id, logprob) in zip(launched.sequences, drawn, strict=True):
             sequence.num_in_flight -= 1
-            if sequence.status is SequenceStatus.FINISHED:
+            if sequence.branch or sequence.status is SequenceStatus.FINISHED:
                 continue
             if error := self._append(sequence, token_id, logprob):
                 self._finish(sequence, FinishReason.CONSTRAINT_ERROR if sequence.matcher else FinishReason.ERROR, error)
             elif reason := self._finish_reason(sequence) or self._force(sequence):
                 self._finish(sequence, reason)
+        if launched.branches:
+            probes, logprobs = launched.branches
+            for probe, of_its_tokens in zip(probes, logprobs.tolist(), strict=True):
+                self._scheduler.finish(probe)
+                if completion := self._labels.take(probe, of_its_tokens):
+                    self._complete(completion)
 
     def _append(self, sequence: Sequence, token_id: int, logprob: float) -> str | None:
         """Accept a drawn token; returns why it cannot be accepted."""
@@ -280,25 +304,34 @@ class Engine:
         self._scheduler.add(sequence)
 
     def _finish(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
-        """Take a sequence out of the engine and make its completion."""
+        """Take a sequence out of the engine and make its completion; one whose labels are ranked follows later."""
         self._scheduler.finish(sequence)
-        del self._sequences[sequence.request.request_id]
-        self.stats.num_finished += 1
         sampling, output_ids = sequence.request.sampling, sequence.output_ids
-        self._completions.append(
-            Completion(
-                request_id=sequence.request.request_id,
-                finish_reason=reason,
-                text=self._output_text(sequence),
-                token_ids=tuple(output_ids),
-                logprobs=tuple(sequence.logprobs) if sampling.logprobs else None,
-                error=error,
-                num_prompt_tokens=sequence.num_prompt,
-                num_cached_tokens=sequence.num_cached,
-                seconds=sequence.seconds,
-                first_token_s=sequence.first_token_s,
-            )
+        completion = Completion(
+            request_id=sequence.request.request_id,
+            finish_reason=reason,
+            text=self._output_text(sequence),
+            token_ids=tuple(output_ids),
+            logprobs=tuple(sequence.logprobs) if sampling.logprobs else None,
+            error=error,
+            num_prompt_tokens=sequence.num_prompt,
+            num_cached_tokens=sequence.num_cached,
+            seconds=sequence.seconds,
+            first_token_s=sequence.first_token_s,
         )
+        probes: list[Sequence] = []
+        if (key := sequence.request.constraint_key) and reason in (FinishReason.STOP, FinishReason.CLOSED):
+            constraint, tokens = self._grammars.spelling(key)
+            completion, probes = self._labels.add_to(completion, sequence, constraint, tokens)
+        for probe in probes:
+            self._scheduler.add(probe)
+        if not probes:
+            self._complete(completion)
+
+    def _complete(self, completion: Completion) -> None:
+        del self._sequences[completion.request_id]
+        self.stats.num_finished += 1
+        self._completions.append(completion)
 
     def _output_text(self, sequence: Sequence) -> str:
         """The output as text, up to the first stop string."""
@@ -318,17 +351,6 @@ class Engine:
             raise TooLong(len(token_ids))
         if request.token_ids and not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
             raise PromptError(f"the prompt has a token id outside 0 .. {self._vocab_size - 1}")
-
-    def _num_blocks(self, model: Model, block_size: int, kv_cache_bytes: int, max_num_seqs: int) -> int:
-        """Blocks that the memory holds, no more than twice what full batches of the longest sequences fill."""
-        blocks_per_sequence = -(-self.max_model_len // block_size)
-        num_blocks = kv_cache_bytes // model.cache_bytes_per_block(block_size)
-        if num_blocks <= blocks_per_sequence:
-            raise EngineError(
-                f"the KV cache holds {max(0, num_blocks - 1) * block_size} tokens, less than max_model_len "
-                f"{self.max_model_len}: raise engine.kv_cache_gib or lower max_model_len"
-            )
-        return min(num_blocks, 2 * max_num_seqs * blocks_per_sequence + 1)
 
 
 def find_stop(text: str, stop: tuple[str, ...]) -> int | None:

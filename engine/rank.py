@@ -62,6 +62,8 @@ class EngineLike(Protocol):
     @property
     def device(self) -> str: ...
     @property
+    def gpus(self) -> tuple[str, ...]: ...
+    @property
     def choices(self) -> Sequence["Choice"]: ...
     @property
     def stats(self) -> EngineStats: ...
@@ -120,6 +122,7 @@ def _load(inbox: Inbox, send: Callable[[RankFrame], None], make_engine: MakeEngi
             max_model_len=engine.max_model_len,
             device=engine.device,
             kernels=kernels,
+            gpus=engine.gpus,
         )
     )
     return engine

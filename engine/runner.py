@@ -1,4 +1,4 @@
-"""Carries a planned step out on the model: plan -> StepBatch -> hidden states -> logits. Knows no sampling, no text."""
+"""Carries a step out on the model: runs -> layout -> StepBatch -> hidden states -> logits. Knows no sampling."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.batch import StepBatch
+from engine.batch import StepBatch, StepSize
 from engine.device import to_device
 from engine.graphs import GraphLimits, StepGraphs, fill_in
 from engine.models import Model
@@ -25,8 +25,7 @@ class Runner:
         self, model: Model, device: torch.device, *, num_blocks: int, block_size: int, graphs: GraphLimits | None = None
     ) -> None:
         self._model = model
-        self._device = device
-        self._block_size = block_size
+        self.device = device
         try:
             self._cache = model.alloc_cache(num_blocks, block_size)
         except (RuntimeError, MemoryError) as error:  # torch raises a RuntimeError on either device
@@ -36,15 +35,14 @@ class Runner:
         self._graphs = StepGraphs(model, self._cache, device, graphs) if graphs and can_record else None
 
     @torch.inference_mode()
-    def run(self, runs: Seq[Run], num_decodes: int, drawn: Tensor | None = None) -> Tensor:
-        """Launch the runs, decodes first: float32 logits [L, V] of those that reach their sequence's last token.
+    def run(self, arrays: Mapping[str, np.ndarray], size: StepSize, drawn: Tensor | None = None) -> Tensor:
+        """Launch the rows that ``lay_out`` made: float32 logits [L, V] of ``logits_rows``.
 
-        ``drawn`` int64 [L'] on the device: the tokens of the step before, for the runs whose token is still in flight.
+        ``drawn`` int64 [L'] on the device: the tokens of the step before, for the rows whose token is still in flight.
         """
-        arrays = lay_out(runs, self._block_size)
-        if self._graphs and (logits := self._graphs.run(arrays, drawn)) is not None:
+        if self._graphs and (logits := self._graphs.run(arrays, size, drawn)) is not None:
             return logits
-        batch = build_batch(arrays, runs, num_decodes, self._device, drawn)
+        batch = build_batch(arrays, size, self.device, drawn)
         return self._model.logits(self._model.forward(batch, self._cache))
 
 
@@ -80,25 +78,32 @@ def lay_out(runs: Seq[Run], block_size: int) -> dict[str, np.ndarray]:
     }
 
 
+def size_of(arrays: Mapping[str, np.ndarray]) -> StepSize:
+    """The size of a layout."""
+    rows, runs = len(arrays["input_ids"]), len(arrays["seq_lens"])
+    return StepSize(rows, len(arrays["logits_rows"]), rows == runs)
+
+
 def build_batch(
-    arrays: Mapping[str, np.ndarray], runs: Seq[Run], num_decodes: int, device: torch.device, drawn: Tensor | None
+    arrays: Mapping[str, np.ndarray], size: StepSize, device: torch.device, drawn: Tensor | None
 ) -> StepBatch:
     """Move a layout to the device in one transfer."""
     tensors = to_device(arrays, device)
+    lens = np.diff(arrays["query_starts"])
     attention = AttentionBatch(
         slots=tensors["slots"],
         block_table=tensors["block_table"],
         seq_lens=tensors["seq_lens"],
         query_starts=tensors["query_starts"],
         positions=tensors["positions"],
-        query_lens=tuple(run.num_tokens for run in runs),
+        query_lens=tuple(lens.tolist()),
         host_seq_lens=tuple(arrays["seq_lens"].tolist()),
-        num_decodes=num_decodes,
+        num_decodes=int(np.cumprod(lens == 1).sum()),
     )
     input_ids = tensors["input_ids"]
     if drawn is not None:
         input_ids = fill_in(input_ids, tensors["sources"], drawn)
-    return StepBatch(input_ids, tensors["positions"], tensors["logits_rows"], attention)
+    return StepBatch(input_ids, tensors["positions"], tensors["logits_rows"], attention, size)
 
 
 def _block_table(runs: Seq[Run]) -> np.ndarray:

@@ -72,6 +72,7 @@ class Sequence:
     num_prompt: int
     max_tokens: int  # output tokens at most: the request's, clamped by the model's length
     matcher: SharedMatcher | None = None
+    branch: tuple[int, ...] = ()  # these tokens' probabilities are asked for, instead of a token
     detokenizer: Detokenizer | None = None
     status: SequenceStatus = SequenceStatus.WAITING
     block_ids: array[int] = field(default_factory=lambda: array("q"))

@@ -13,10 +13,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from engine.dist import Ranks
 from engine.gguf_file import GgufFile
 from engine.models import Model
 from engine.models.decoder import Decoder
 from engine.models.spec import ModelSpec
+from engine.shards import Part
 from kernels.api import Kernels
 from schemas.errors import ModelError
 from schemas.model_files import ModelFiles, read_config, resolve_model
@@ -27,18 +29,22 @@ RANDOM_STD = 0.02
 _UNUSED_TENSORS = re.compile(r"(.*\.)?rotary_emb\.inv_freq|.*\.masked_bias")
 """Buffers that old checkpoints carry and every implementation recomputes."""
 
+_EXPERT = re.compile(r".*\.experts\.\d+\.")
+
 
 class TensorFile(Protocol):
     """Tensors by Hugging Face name, on the CPU, in the checkpoint's dtype."""
 
     names: frozenset[str]
 
-    def read(self, name: str) -> Tensor:
-        """Read one tensor."""
+    def read(self, name: str, part: Part | None = None) -> Tensor:
+        """Read one tensor, or a part of it."""
 
 
-def load_model(files: ModelFiles | None, ref: ModelRef, kernels: Kernels, device: torch.device) -> Model:
-    """Read spec and weights into a model on ``device``. Raises ModelError with the cause.
+def load_model(
+    files: ModelFiles | None, ref: ModelRef, kernels: Kernels, device: torch.device, ranks: Ranks | None = None
+) -> Model:
+    """Read spec and this rank's weights into a model on ``device``. Raises ModelError or SettingsError with the cause.
 
     With ``load_format`` "random" only the spec is read; the weights depend on nothing but their names and shapes.
     """
@@ -47,12 +53,13 @@ def load_model(files: ModelFiles | None, ref: ModelRef, kernels: Kernels, device
     files = files or resolve_model(ref.name, ref.revision)
     dtype = getattr(torch, ref.dtype)
     gguf = GgufFile(files.path) if files.layout == "gguf" else None
-    spec = read_spec(files, gguf)
+    spec, ranks = read_spec(files, gguf), ranks or Ranks()
+    ranks.topology.check_model(spec)
     if ref.load_format == "random":
-        return Decoder(spec, RandomWeights(spec, device, dtype), kernels)
+        return Decoder(spec, RandomWeights(spec, device, dtype), kernels, ranks)
     tensors = GgufTensors(gguf, spec) if gguf else SafetensorsFiles(files.path)
     source = CheckpointWeights(tensors, spec, device, dtype)
-    model = Decoder(spec, source, kernels)
+    model = Decoder(spec, source, kernels, ranks)
     source.check_all_used()
     return model
 
@@ -71,16 +78,22 @@ class CheckpointWeights:
     def __init__(self, tensors: TensorFile, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> None:
         self._tensors, self._spec, self._device, self._dtype = tensors, spec, device, dtype
         self._used: set[str] = set()
+        self._left: set[str] = set()
 
-    def get(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """See WeightSource.get; a weight in fp8 is multiplied by its scales."""
+    def get(self, name: str, dtype: torch.dtype | None = None, part: Part | None = None) -> Tensor:
+        """See WeightSource.get; a weight in fp8 is multiplied by its scales, and cut then: a part may cut a block."""
         if name not in self._tensors.names:
             raise ModelError(f"the checkpoint has no tensor {name}: it is not complete or not of this architecture")
         self._used.add(name)
-        tensor = self._tensors.read(name).to(self._device)
+        is_fp8 = f"{name}_scale_inv" in self._tensors.names
+        tensor = self._tensors.read(name, None if is_fp8 else part).to(self._device)
         if tensor.dtype == torch.float8_e4m3fn:
-            tensor = self._dequantize(name, tensor)
+            tensor = cut(self._dequantize(name, tensor), part)
         return tensor.to(dtype or self._dtype)
+
+    def leave(self, prefix: str) -> None:
+        """See WeightSource.leave."""
+        self._left.add(prefix)
 
     def _dequantize(self, name: str, tensor: Tensor) -> Tensor:
         scale_name = f"{name}_scale_inv"
@@ -101,13 +114,26 @@ class CheckpointWeights:
         skipped = [f"model.layers.{spec.num_layers + index}." for index in range(spec.num_mtp_layers)]
         rest = self._tensors.names - self._used - ({"lm_head.weight"} if spec.tie_embeddings else set())
         rest = frozenset(
-            name for name in rest if not _UNUSED_TENSORS.fullmatch(name) and not name.startswith(tuple(skipped))
+            name
+            for name in rest
+            if not _UNUSED_TENSORS.fullmatch(name)
+            and not name.startswith(tuple(skipped))
+            and not ((expert := _EXPERT.match(name)) and expert[0] in self._left)
         )
         if rest:
             raise ModelError(
                 f"the checkpoint holds {len(rest)} tensors that this architecture does not use, so its results would "
                 f"be wrong: {', '.join(sorted(rest)[:3])} ..."
             )
+
+
+def cut(tensor: Any, part: Part | None) -> Tensor:
+    """Return a part of a tensor, or of a slice of safetensors."""
+    if part is None:
+        return tensor  # type: ignore[no-any-return]
+    shape = tensor.shape if isinstance(tensor, Tensor) else tensor.get_shape()
+    index = [slice(None)] * part.dim + [part.of(shape[part.dim])]
+    return tensor[tuple(index)].contiguous()  # type: ignore[no-any-return]
 
 
 def dequantize_blocks(weight: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
@@ -139,9 +165,10 @@ class SafetensorsFiles:
             self._file_of |= dict.fromkeys(file.keys(), path.name)
         self.names = frozenset(self._file_of)
 
-    def read(self, name: str) -> Tensor:
-        """See TensorFile.read; the file is mapped, so this copies nothing."""
-        tensor: Tensor = self._open_files[self._file_of[name]].get_tensor(name)
+    def read(self, name: str, part: Part | None = None) -> Tensor:
+        """See TensorFile.read; the file is mapped, so this copies nothing but a part by columns."""
+        file = self._open_files[self._file_of[name]]
+        tensor: Tensor = file.get_tensor(name) if part is None else cut(file.get_slice(name), part)
         return tensor
 
 
@@ -171,12 +198,12 @@ class GgufTensors:
         self._gguf_name = {_huggingface_name(name): name for name in file.tensors}
         self.names = frozenset(self._gguf_name)
 
-    def read(self, name: str) -> Tensor:
-        """See TensorFile.read."""
+    def read(self, name: str, part: Part | None = None) -> Tensor:
+        """See TensorFile.read; blocks of quantised values are read whole."""
         tensor = torch.from_numpy(self._file.read(self._gguf_name[name]))
         if self._is_permuted and (match := re.search(r"self_attn\.([qk])_proj\.", name)):
-            return unpermute(tensor, self._num_heads[match[1]])
-        return tensor
+            tensor = unpermute(tensor, self._num_heads[match[1]])
+        return cut(tensor, part)
 
 
 _GGUF_NAMES = {
@@ -218,17 +245,20 @@ class RandomWeights:
         self._shapes = _shapes(spec)
         self._device, self._dtype = device, dtype
 
-    def get(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """See WeightSource.get; seeded by the name, so that the order of asking does not matter."""
+    def get(self, name: str, dtype: torch.dtype | None = None, part: Part | None = None) -> Tensor:
+        """See WeightSource.get; seeded by the name, so that the order of asking and other parts do not matter."""
         kind = re.sub(r"^model\.layers\.\d+\.|(?<=experts\.)\d+\.", "", name)
         weight = torch.empty(self._shapes[kind], dtype=dtype or self._dtype, device=self._device)
         if name.endswith("norm.weight"):
             return weight.fill_(1.0)
         if name.endswith("bias"):
-            return weight.zero_()
+            return cut(weight.zero_(), part)
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7])
         generator = torch.Generator(self._device).manual_seed(seed)
-        return weight.normal_(0.0, RANDOM_STD, generator=generator)
+        return cut(weight.normal_(0.0, RANDOM_STD, generator=generator), part)
+
+    def leave(self, prefix: str) -> None:
+        """See WeightSource.leave; what is not asked for is not made."""
 
 
 def _shapes(spec: ModelSpec) -> Mapping[str, tuple[int, ...]]:

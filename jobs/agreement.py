@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +44,7 @@ def measure_agreement(job: Job) -> Agreement | None:
             num_compared += 1
             num_equal += agrees(row.label, gold, gold_column)
             if len(classes) <= MAX_CLASSES:
-                classes[_as_text(gold)] += 1
+                classes[as_text(gold)] += 1
     if not 1 < len(classes) <= min(MAX_CLASSES, num_compared // 2):
         return Agreement(num_equal, num_compared)
     return Agreement(num_equal, num_compared, *classes.most_common(1)[0])
@@ -65,12 +66,26 @@ def agrees(label: Any, gold: Any, gold_column: str) -> bool:
             label = label.get(gold_column, next(iter(label.values())))
     if isinstance(label, dict | list) or isinstance(gold, dict | list):
         return bool(label == gold)
-    return _as_text(label) == _as_text(gold)
+    return as_text(label) == as_text(gold)
 
 
 def _majority(labels: list[Any]) -> Any:
     votes = Counter(json.dumps(label, sort_keys=True, default=str) for label in labels if label is not None)
     return json.loads(votes.most_common(1)[0][0]) if votes else None
+
+
+def gold_at(gold: Any, path: str, gold_column: str, labels: Sequence[Any]) -> Any:
+    """What a gold value says of the label at ``path``, one of ``labels`` of an output; None if it says nothing."""
+    as_object = gold if isinstance(gold, dict) else _parse_object(gold)
+    if as_object is None:
+        return gold if path in ("", f"/{gold_column}") or len(labels) == 1 else None
+    for part in path.split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        try:
+            as_object = as_object[int(key)] if isinstance(as_object, list) else as_object[key]
+        except (KeyError, IndexError, ValueError, TypeError):
+            return None
+    return as_object
 
 
 def _parse_object(gold: Any) -> dict[str, Any] | None:
@@ -83,7 +98,8 @@ def _parse_object(gold: Any) -> dict[str, Any] | None:
     return parsed if isinstance(parsed, dict) else None
 
 
-def _as_text(value: Any) -> str:
+def as_text(value: Any) -> str:
+    """A scalar as labels have it: text as it is, the rest as JSON."""
     if isinstance(value, bool):
         return str(value).lower()
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)

@@ -7,7 +7,7 @@ The command lines are thin covers of these. Knows no terminal.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import PurePosixPath
@@ -83,6 +83,7 @@ class Submission:
     columns: tuple[str, ...] | None = None
     where: str | None = None
     limit: int | None = None
+    calibration: Mapping[str, float] = field(default_factory=dict)
     output: str | None = None  # where final files go; None: inside the job directory
     chunk_rows: int | None = None  # None: Settings
     priority: Priority = Priority.INTERACTIVE

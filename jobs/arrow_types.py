@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
+from jobs.confidence import LABELS_TYPE, confidence, labels_value
 from schemas.records import Attempt, ConstraintKind, JobSpec, RowResult
 
 INT64_RANGE = range(-(2**63), 2**63)
@@ -34,7 +35,7 @@ META_TYPE = pa.struct(
         "output_tokens": pa.int32(),
         "seconds": pa.float64(),
         "first_token_seconds": pa.float64(),
-        "confidence": pa.float64(),
+        "labels": LABELS_TYPE,
         "model_digest": pa.string(),
         "constraint_hash": pa.string(),
         "chunk": pa.int32(),
@@ -229,15 +230,26 @@ def _struct_of(columns: Mapping[str, LabelColumn], *, keeps_all: bool) -> LabelC
     return LabelColumn(pa.struct([pa.field(name, column.type) for name, column in columns.items()]), fit)
 
 
-def output_names(output_column: str) -> tuple[str, str, str, str, str]:
-    """Return the names of the columns that a job adds: label, raw text, status, error, meta."""
-    return (output_column, *(f"{output_column}_{name}" for name in ("raw", "status", "error", "meta")))  # type: ignore[return-value]
+class OutputNames(NamedTuple):
+    """The names of the columns that a job adds, in order."""
+
+    label: str
+    raw: str
+    status: str
+    error: str
+    confidence: str
+    meta: str
+
+
+def output_names(output_column: str) -> OutputNames:
+    """Return the names of the columns that a job adds."""
+    return OutputNames(output_column, *(f"{output_column}_{name}" for name in OutputNames._fields[1:]))
 
 
 def result_fields(spec: JobSpec) -> list[pa.Field]:
     """Return the columns a job adds to its input, in order."""
     raw_type = pa.string() if spec.num_completions == 1 else pa.list_(pa.string())
-    types = (label_column(spec).type, raw_type, pa.string(), pa.string(), META_TYPE)
+    types = (label_column(spec).type, raw_type, pa.string(), pa.string(), pa.float64(), META_TYPE)
     return [pa.field(name, kind) for name, kind in zip(output_names(spec.output_column), types, strict=True)]
 
 
@@ -254,6 +266,7 @@ def results_table(spec: JobSpec, chunk_index: int, rows: Sequence[RowResult], ve
         _texts([row.raw for row in rows], fields[1].type),
         pa.array([str(row.status) for row in rows], pa.string()),
         _texts([row.error for row in rows], pa.string()),
+        pa.array([confidence(row.labels) for row in rows], pa.float64()),
         _meta_array(spec, chunk_index, rows, version),
     ]
     row_numbers = pa.array([row.row_index for row in rows], pa.int64())
@@ -271,7 +284,7 @@ def _meta_array(spec: JobSpec, chunk_index: int, rows: Sequence[RowResult], vers
         "output_tokens": [row.num_output_tokens for row in rows],
         "seconds": [row.seconds for row in rows],
         "first_token_seconds": [row.first_token_s for row in rows],
-        "confidence": [row.confidence for row in rows],
+        "labels": [labels_value(row.labels) for row in rows],
         "model_digest": [spec.model.digest] * len(rows),
         "constraint_hash": [constraint_hash] * len(rows),
         "chunk": [chunk_index] * len(rows),

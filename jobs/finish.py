@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 
 from jobs.arrow_types import output_names, result_fields, row_column
 from jobs.job import OUTPUT, SUCCESS_FILE, Job, OutputFile, Success, shard_names
+from jobs.provenance import measure_throughput
 from jobs.source import ChunkReader
 from jobs.store import Store, exists, open_store
 from schemas.errors import AlreadyExists, JobError, StoreError
@@ -51,6 +52,7 @@ def try_finish(job: Job) -> bool:
         outputs=outputs,
         finished=datetime.now(UTC).isoformat(timespec="seconds"),
         commonest_error=tally.commonest_error(),
+        throughput=measure_throughput(job.provenances()),
     )
     with suppress(AlreadyExists):
         job.store.create(SUCCESS_FILE, encode_json(success))
@@ -144,7 +146,7 @@ def _labelled_chunks(job: Job, chunks: list[Chunk], reader: ChunkReader, tally: 
         numbers = results[row_column(job.spec.output_column)].to_pylist()
         if numbers != list(range(chunk.start_row, chunk.start_row + chunk.num_rows)):
             raise JobError(f"part {chunk.index} of {job.job_id} does not hold its rows: delete it and resume the job")
-        tally.add(results[added[2]], results[added[3]])
+        tally.add(results[added.status], results[added.error])
         rows = pa.Table.from_batches(job.read_batches(chunk, kept, reader)).columns if kept else []
         yield pa.Table.from_arrays([*rows, *(results[name] for name in added)], schema=schema)
 

@@ -16,6 +16,7 @@ import pyarrow as pa
 from jobs.arrow_types import output_names, row_column
 from jobs.parts import PartInfo, encode_part, read_part, read_part_info
 from jobs.plan import Plan, check_format_version, decode_plan, encode_plan
+from jobs.provenance import Provenance, Throughput
 from jobs.source import ChunkReader, check_columns, python_rows, scan_schema, split_suffix
 from jobs.store import Store, absolute_location, exists, open_store, probe, replace
 from jobs.thresholds import Thresholds
@@ -72,6 +73,7 @@ class Success(Record):
     outputs: tuple[OutputFile, ...]
     finished: str  # UTC, ISO 8601
     commonest_error: str | None = None
+    throughput: Throughput | None = None
     format_version: int = FORMAT_VERSION
 
 
@@ -209,14 +211,22 @@ class Job:
         return any(exists(self.store, part_key(index, directory)) for directory in (PARTS, PARKED))
 
     def commit_part(
-        self, index: int, rows: Sequence[RowResult], *, parked: bool = False, history: Sequence[str] = ()
+        self,
+        index: int,
+        rows: Sequence[RowResult],
+        *,
+        parked: bool = False,
+        history: Sequence[str] = (),
+        provenance: Provenance | None = None,
     ) -> bool:
         """Commit a chunk's results by exclusive creation. False: somebody was first, and theirs stand.
 
         ``history`` is kept with a parked part: how often it was tried, when and where.
         Raises JobError if ``rows`` are not exactly the chunk's, StoreError if they cannot be written.
         """
-        data = encode_part(self.spec, self.chunks[index], rows, is_parked=parked, history=history)
+        data = encode_part(
+            self.spec, self.chunks[index], rows, is_parked=parked, history=history, provenance=provenance
+        )
         if parked and self.is_committed(index):
             return False
         try:
@@ -234,6 +244,11 @@ class Job:
     def part_info(self, index: int) -> PartInfo:
         """Return what a chunk's part says of itself. Raises NotFound, JobError."""
         return self._info(self._key_of(index))
+
+    def provenances(self) -> list[Provenance]:
+        """Return how the committed chunks were computed, in the order of the chunks, as far as it is known."""
+        infos = [self.part_info(index) for index in sorted(self.committed())]
+        return [info.provenance for info in infos if info.provenance is not None]
 
     def counts(self) -> dict[RowStatus, int]:
         """Return the number of committed rows by status, from the parts' footers."""

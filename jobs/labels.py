@@ -49,9 +49,9 @@ def read_parts(job: Job, columns: Sequence[str] = ()) -> Iterator[tuple[Chunk, p
 
 def read_labels(job: Job, columns: Sequence[str] = ()) -> Iterator[LabelledRow]:
     """Yield the committed rows in order. Raises JobError as ``read_parts`` does."""
-    label_column, _, status_column, _, _ = output_names(job.spec.output_column)
+    names = output_names(job.spec.output_column)
     for chunk, part, rows in read_parts(job, columns):
-        labels, statuses = part[label_column].to_pylist(), part[status_column].to_pylist()
+        labels, statuses = part[names.label].to_pylist(), part[names.status].to_pylist()
         for offset, (label, status) in enumerate(zip(labels, statuses, strict=True)):
             inputs = rows[offset] if rows else {}
             yield LabelledRow(chunk.input_index, chunk.start_row + offset, inputs, label, RowStatus(status))

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 
 from jobs.arrow_types import output_names, results_table, row_column
 from jobs.plan import check_format_version
+from jobs.provenance import Provenance
 from schemas.errors import JobError
 from schemas.records import FORMAT_VERSION, Chunk, JobSpec, Record, RowResult, RowStatus
 
@@ -28,11 +29,18 @@ class PartInfo(Record):
     checksum: str  # over row numbers, statuses, labels and raw texts
     is_parked: bool = False
     history: tuple[str, ...] = ()  # of a parked part: when, and on which worker, each try began
+    provenance: Provenance | None = None
     format_version: int = FORMAT_VERSION
 
 
 def encode_part(
-    spec: JobSpec, chunk: Chunk, rows: Sequence[RowResult], *, is_parked: bool = False, history: Sequence[str] = ()
+    spec: JobSpec,
+    chunk: Chunk,
+    rows: Sequence[RowResult],
+    *,
+    is_parked: bool = False,
+    history: Sequence[str] = (),
+    provenance: Provenance | None = None,
 ) -> bytes:
     """Write a chunk's results as a Parquet file. Raises JobError unless they are exactly its rows, in order."""
     expected = range(chunk.start_row, chunk.start_row + chunk.num_rows)
@@ -50,6 +58,7 @@ def encode_part(
         checksum=_checksum(spec, table),
         is_parked=is_parked,
         history=tuple(history),
+        provenance=provenance,
     )
     sink = io.BytesIO()
     table = table.replace_schema_metadata({INFO_KEY: msgspec.json.encode(info)})
@@ -87,8 +96,9 @@ def read_part(source: pa.NativeFile, where: str, spec: JobSpec, chunk: Chunk) ->
 
 
 def _checksum(spec: JobSpec, table: pa.Table) -> str:
-    label, raw, status, _, _ = output_names(spec.output_column)
-    columns = [table[name].to_pylist() for name in (row_column(spec.output_column), status, label, raw)]
+    names = output_names(spec.output_column)
+    checked = (row_column(spec.output_column), names.status, names.label, names.raw)
+    columns = [table[name].to_pylist() for name in checked]
     return hashlib.sha256(msgspec.json.encode(columns)).hexdigest()
 
 

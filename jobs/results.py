@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from jobs.arrow_types import AS_WRITTEN, DoesNotFit, LabelColumn, completion_column
+from jobs.confidence import calibrate, engine_sampling
 from jobs.job import Job
 from jobs.prompts import Prompt, PromptBuilder, Refusal
 from jobs.reproducer import keep_reproducer
@@ -114,6 +115,7 @@ class _ChunkRun:
         self, spec: JobSpec, submit: Submit, cancel: Callable[[list[str]], None], spill: Spill | None, keep: Keep
     ) -> None:
         self._spec = spec
+        self._sampling = engine_sampling(spec)
         self._keep_reproducer = keep
         self._spill = spill
         self._spilled = spill.read() if spill else {}
@@ -163,7 +165,7 @@ class _ChunkRun:
         self._twins[key] = []
         row = _Row(index, prompt, self._spec.num_completions)
         for completion_index in range(self._spec.num_completions):
-            self._ask(row, completion_index, prompt.sampling or self._spec.sampling)
+            self._ask(row, completion_index, prompt.sampling or self._sampling)
 
     def _ask(self, row: _Row, completion_index: int, sampling: Sampling) -> None:
         attempt = len(row.attempts[completion_index])
@@ -227,7 +229,7 @@ class _ChunkRun:
             return
         row.outcomes[completion_index] = outcome
         if len(row.outcomes) == len(row.attempts):
-            result = _row_result(row)
+            result = _row_result(row, self._spec)
             if self._spill is not None:
                 self._spill.add(result)
             self._answered[row.prompt.content_key] = result
@@ -321,7 +323,7 @@ def _attempt(request: Request, outcome: _Outcome) -> Attempt:
     )
 
 
-def _row_result(row: _Row) -> RowResult:
+def _row_result(row: _Row, spec: JobSpec) -> RowResult:
     """Put a row's completions together; with several, it is ``ok`` only if each is, and has lists for values."""
     outcomes = [row.outcomes[index] for index in range(len(row.attempts))]
     is_single = len(outcomes) == 1
@@ -336,15 +338,10 @@ def _row_result(row: _Row) -> RowResult:
         error=worst.error if is_single or worst.error is None else f"completion {worst_index}: {worst.error}",
         finish_reason=worst.completion.finish_reason,
         attempts=tuple(attempt for attempts in row.attempts for attempt in attempts),
-        confidence=_confidence(worst.completion) if is_single else None,
+        labels=calibrate(worst.completion.labels, spec) if is_single and worst.status in LABELLED else (),
         num_prompt_tokens=worst.completion.num_prompt_tokens,
         num_cached_tokens=worst.completion.num_cached_tokens,
         num_output_tokens=sum(len(outcome.completion.token_ids) for outcome in outcomes),
         seconds=row.seconds,
         first_token_s=row.first_token_s,
     )
-
-
-def _confidence(completion: Completion) -> float | None:
-    """The probability of the whole text among those the constraint allows."""
-    return None if completion.logprobs is None else math.exp(sum(completion.logprobs))

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import click
+import msgspec
 
 from jobs.cli import verb
 from schemas.errors import ConstraintError, InputDataError, NightmillError
-from schemas.records import Constraint, ConstraintKind, Priority, RetryPolicy, Sampling
+from schemas.records import Calibration, Constraint, ConstraintKind, Priority, RetryPolicy, Sampling, decode_json
 from schemas.settings import Settings
 
 CONSTRAINT_KINDS = [str(kind) for kind in ConstraintKind]
@@ -31,6 +32,14 @@ def load_text(location: str) -> str:
             return bytes(file.read()).decode("utf-8")
     except (NightmillError, UnicodeDecodeError) as error:
         raise InputDataError(f"cannot read {location}: {error}") from error
+
+
+def load_calibration(location: str) -> dict[str, float]:
+    """The temperatures of a calibration file. Raises InputDataError."""
+    try:
+        return decode_json(load_text(location), Calibration).temperatures
+    except msgspec.MsgspecError as error:
+        raise InputDataError(f"{location} is no calibration that jobs.calibrate wrote: {error}") from error
 
 
 def make_constraint(
@@ -128,7 +137,10 @@ def _split_names(_context: click.Context, _parameter: click.Parameter, value: st
 @click.option("--min-p", type=float, default=0.0, help="0: off.")
 @click.option("--repetition-penalty", type=float, default=1.0, help="1: off.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End at this text; repeatable.")
-@click.option("--confidence", "logprobs", is_flag=True, help="Tell the probability of each label in its meta column.")
+@click.option(
+    "--top-labels", type=click.IntRange(0), default=0, metavar="K", help="Rank each label's set; the K best are told."
+)
+@click.option("--calibration", metavar="FILE", help="What jobs.calibrate wrote: labels get calibrated probabilities.")
 @click.option("--n", "num_completions", type=click.IntRange(1), default=1, show_default=True, help="Completions a row.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--max-attempts", type=click.IntRange(1), default=3, show_default=True, help="Tries a row.")
@@ -159,6 +171,7 @@ def main(
     prompt: str | None,
     system: str | None,
     max_attempts: int,
+    calibration: str | None,
     limits: tuple[str, ...],
     abort_min_rows: int | None,
     wait: bool | None,
@@ -184,6 +197,7 @@ def main(
             constraint_column_kind=None if constraint_kind is None else ConstraintKind(constraint_kind),
             sampling=_pop_sampling(options),
             retry=RetryPolicy(max_attempts=max_attempts),
+            calibration={} if calibration is None else load_calibration(calibration),
             thresholds=parse_thresholds(limits, abort_min_rows),
             **options,
         ),
@@ -199,7 +213,7 @@ def main(
 
 def _pop_sampling(options: dict[str, Any]) -> Sampling:
     """Take the sampling options out of ``options``. Raises click.BadParameter naming the bad one."""
-    names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "logprobs")
+    names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "top_labels")
     try:
         return Sampling(stop=tuple(options.pop("stop")), **{name: options.pop(name) for name in names})
     except ValueError as error:

@@ -75,9 +75,9 @@ def _verify_chunk(
 ) -> Iterator[str]:
     """Yield the faults of one chunk's part and output rows."""
     part = job.read_part(chunk.index)
-    label, raw, status, _, _ = output_names(job.spec.output_column)
+    names = output_names(job.spec.output_column)
     report.num_rows += part.num_rows
-    report.counts.update(part[status].to_pylist())
+    report.counts.update(part[names.status].to_pylist())
     yield from _verify_labels(job, chunk, part, reader, report)
     if output is None:
         yield f"chunk {chunk.index}: its output file is gone"
@@ -90,7 +90,7 @@ def _verify_chunk(
     for name in kept:
         expected = pa.chunked_array([batch.column(name) for batch in rows], schema.field(name).type)
         yield from _compare(written[name], expected, f"chunk {chunk.index}: column {name} differs from the input")
-    for name in (label, raw, status):
+    for name in (names.label, names.raw, names.status):
         yield from _compare(written[name], part[name], f"chunk {chunk.index}: column {name} differs from the part")
 
 
@@ -102,8 +102,8 @@ def _compare(written: pa.ChunkedArray, expected: pa.ChunkedArray, fault: str) ->
 
 def _verify_labels(job: Job, chunk: Chunk, part: pa.Table, reader: ChunkReader, report: Report) -> Iterator[str]:
     """Yield a fault for each labelled row whose text an independent validator refuses."""
-    _, raw_column, status_column, _, _ = output_names(job.spec.output_column)
-    statuses, raws = part[status_column].to_pylist(), part[raw_column].to_pylist()
+    names = output_names(job.spec.output_column)
+    statuses, raws = part[names.status].to_pylist(), part[names.raw].to_pylist()
     column = job.spec.constraint_column
     cells = (row[column] for row in job.read_rows(chunk, [column], reader)) if column else repeat(None)
     validators: dict[Constraint, Validator] = {}

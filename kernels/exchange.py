@@ -5,15 +5,11 @@ Knows a process group at most, never how many groups there are or why.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
+from torch.distributed import ProcessGroup
 
 from kernels.api import Dispatched
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 class LocalExchange:
@@ -42,15 +38,13 @@ class CollectiveExchange:
 
     def dispatch(self, x: Tensor, weights: Tensor, experts: Tensor, *, max_rows: int) -> Dispatched:
         """See Exchange.dispatch; a row travels as bytes: values, weights, experts."""
-        from torch import distributed
-
         parts = [part.contiguous().view(torch.uint8) for part in (x, weights, experts.int())]
         sizes = [part.shape[1] for part in parts]
         mine = x.new_zeros((max_rows, sum(sizes)), dtype=torch.uint8)
         torch.cat(parts, dim=1, out=mine[: len(x)])
         mine[len(x) :, -sizes[2] :] = 255  # rows of nobody: expert -1
         rows = mine.new_empty(self._num_ranks * max_rows, mine.shape[1])
-        distributed.all_gather_into_tensor(rows, mine, group=self._group)
+        all_gather(rows, mine, self._group)
         all_x, all_weights, all_experts = (part.contiguous() for part in rows.split(sizes, dim=1))
         local = all_experts.view(torch.int32).long() - self._first
         is_here = (local >= 0) & (local < self._num_experts)
@@ -59,8 +53,6 @@ class CollectiveExchange:
 
     def combine(self, y: Tensor, sent: Dispatched) -> Tensor:
         """See Exchange.combine."""
-        from torch import distributed
-
         parts = torch.empty_like(y)
         distributed.all_to_all_single(parts, y.contiguous(), group=self._group)
         by_rank = parts.unflatten(0, (self._num_ranks, -1))[:, : sent.handle]
@@ -68,3 +60,9 @@ class CollectiveExchange:
         for part in by_rank[1:]:
             total = total + part
         return total.to(y.dtype)
+
+
+def all_gather(out: Tensor, x: Tensor, group: ProcessGroup) -> None:
+    """Write ``x`` [N, ...] of each rank into ``out`` [R * N, ...]; torch has two names for it."""
+    gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+    gather(out, x, group=group)

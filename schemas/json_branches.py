@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from schemas.json_leaves import JSON_TYPES, types_of
-from schemas.json_nodes import Node
+from schemas.json_nodes import Node, resolve
 from schemas.json_schema import JsonSchema, Sub
 
 
@@ -24,7 +24,7 @@ class Compiler(Protocol):
 
 def excludes(compiler: Compiler, node: Node, branch: Sub) -> bool:
     """Whether ``branch`` surely rejects every document of ``node``."""
-    node = _resolve(compiler, node)
+    node = resolve(node, compiler.defs)
     if "anyOf" in node:
         return all(excludes(compiler, option, branch) for option in node["anyOf"])
     if "enum" in node:
@@ -49,12 +49,3 @@ def _excludes_object(compiler: Compiler, node: Node, sub: Sub) -> bool:
         elif sub.get("additionalProperties") is False and not sub.get("patternProperties"):
             return True
     return False
-
-
-def _resolve(compiler: Compiler, node: Node) -> Node:
-    """Follow the normal form's own references."""
-    seen = set()
-    while "$ref" in node and node["$ref"] not in seen:
-        seen.add(node["$ref"])
-        node = compiler.defs.get(node["$ref"].removeprefix("#/$defs/")) or {}
-    return node

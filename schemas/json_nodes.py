@@ -123,3 +123,12 @@ def _references(node: Any) -> list[str]:
         return [node["$ref"].removeprefix("#/$defs/")]
     found = [name for key, value in node.items() if key != "properties" for name in _references(value)]
     return found + [name for value in (node.get("properties") or {}).values() for name in _references(value)]
+
+
+def resolve(node: Node, defs: Mapping[str, Node | None]) -> Node:
+    """Follow the normal form's own references; a circle of them allows anything."""
+    seen = set()
+    while "$ref" in node and node["$ref"] not in seen:
+        seen.add(node["$ref"])
+        node = defs.get(node["$ref"].removeprefix(PREFIX)) or {}
+    return node

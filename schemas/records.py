@@ -6,7 +6,7 @@ Knows nothing of where they are stored or who computes them.
 
 import hashlib
 from enum import StrEnum
-from typing import Any, Literal, TypeVar, dataclass_transform
+from typing import Annotated, Any, Literal, TypeVar, dataclass_transform
 
 import msgspec
 
@@ -115,6 +115,7 @@ class Sampling(Record):
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     logprobs: bool = False
+    top_labels: int = 0  # the most probable labels to tell of each closed set; 0: only the chosen one's probability
     force_text: bool = True  # text that the constraint forces gets the tokenizer's own tokens instead of being drawn
 
     def __post_init__(self) -> None:
@@ -122,6 +123,7 @@ class Sampling(Record):
             "max_tokens must be at least 1": self.max_tokens >= 1,
             "temperature must be 0 or more": self.temperature >= 0,
             "top_k must be 0 (off) or more": self.top_k >= 0,
+            "top_labels must be 0 (off) or more": self.top_labels >= 0,
             "top_p must be in (0, 1]": 0 < self.top_p <= 1,
             "min_p must be in [0, 1)": 0 <= self.min_p < 1,
             "repetition_penalty must be above 0": self.repetition_penalty > 0,
@@ -210,12 +212,22 @@ class JobSpec(Record):
     columns: tuple[str, ...] | None = None  # input columns kept in the output; None: all
     where: str | None = None  # rows for which this expression is false are `skipped`
     limit: int | None = None
+    calibration: dict[str, float] = {}  # temperatures of the labels' probabilities, by path; see Calibration
     format_version: int = FORMAT_VERSION
 
     @property
     def job_id(self) -> str:
         """The job's name and twelve hex digits over the whole spec: the same spec is the same job."""
         return f"{self.name}-{short_hash(encode_json(self).decode(), digits=12)}"
+
+
+class Calibration(Record):
+    """The file that ``jobs.calibrate`` writes: a temperature for the labels at each path, ``*`` for an item's index."""
+
+    temperatures: dict[str, Annotated[float, msgspec.Meta(gt=0)]]
+    job_id: str  # whose labels, compared with its column of gold labels, they were fitted to
+    gold_column: str
+    format_version: int = FORMAT_VERSION
 
 
 class Chunk(Record):
@@ -245,6 +257,20 @@ class Request(Record):
             raise ValueError("a request needs exactly one of text, messages and token_ids")
 
 
+class Label(Record):
+    """One label of an output, chosen from a closed set, with its probability; ``engine.labels`` says of what.
+
+    What compares it with the others of its set is there only if asked for.
+    """
+
+    path: str  # JSON pointer; "" is the whole output
+    text: str  # a string as it is, anything else as JSON
+    probability: float
+    margin: float | None = None  # by how much the most probable label leads
+    entropy: float | None = None  # of the distribution over the set, in nats
+    ranked: tuple[tuple[str, float], ...] = ()  # labels and probabilities, the most probable first
+
+
 class Completion(Record):
     """What the engine returns for a request: always one per request, failures included."""
 
@@ -253,6 +279,7 @@ class Completion(Record):
     text: str = ""
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] | None = None  # of each output token, after mask and before temperature
+    labels: tuple[Label, ...] = ()
     error: str | None = None
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
@@ -281,7 +308,7 @@ class RowResult(Record):
     error: str | None = None
     finish_reason: FinishReason | None = None
     attempts: tuple[Attempt, ...] = ()
-    confidence: float | None = None
+    labels: tuple[Label, ...] = ()
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0

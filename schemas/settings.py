@@ -29,11 +29,15 @@ class Section(BaseModel):
 
 
 class EngineSettings(Section):
-    """Sizes and devices of one engine process."""
+    """Sizes and devices of one engine: the sizes are those of each replica, one device for each rank."""
 
     device: str = "auto"  # "cpu", "cuda", "cuda:1"; auto: cuda where torch sees one
     kernels: str = "auto"  # a backend's name, or auto with a printed reason
-    num_threads: int = Field(default=0, ge=0)  # CPU threads; 0: all cores this process may use
+    num_threads: int = Field(default=0, ge=0)  # CPU threads of a rank; 0: all cores this process may use
+    data_parallel: int = Field(default=1, ge=1)  # replicas, each with rows of its own
+    expert_parallel: int = Field(default=1, ge=1)  # ranks that share a layer's experts
+    tensor_parallel: int = Field(default=1, ge=1)  # ranks that share each weight matrix
+    context_parallel: int = Field(default=1, ge=1)  # ranks that share the rows of a prefill
     block_size: int = Field(default=16, ge=1)  # tokens per KV block
     kv_cache_gib: float = Field(default=0.0, ge=0)  # 0: 0.9 of free GPU memory; 2 GiB on the CPU
     max_num_seqs: int = Field(default=0, ge=0)  # sequences in a batch; 0: 64 on the CPU, 512 on a GPU

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.batch import StepBatch
+from engine.batch import StepBatch, StepSize
 from kernels.api import AttentionBatch
 
 BLOCK_SIZE = 4
@@ -56,4 +56,5 @@ def step_batch(
     attention = attention_batch(starts, [len(ids) for ids in token_ids], tables, block_size)
     rows = attention.query_starts[1:] - 1 if logits_rows is None else torch.tensor(logits_rows, dtype=torch.int64)
     flat = torch.tensor([token for ids in token_ids for token in ids])
-    return StepBatch(input_ids=flat, positions=attention.positions, logits_rows=rows, attention=attention)
+    size = StepSize(len(flat), len(rows), len(flat) == len(token_ids))
+    return StepBatch(input_ids=flat, positions=attention.positions, logits_rows=rows, attention=attention, size=size)

@@ -82,7 +82,7 @@ STRUCTURED_OUTPUT = {
         f"{LLM}::test_json_keys_come_in_the_order_of_the_schema",
         f"{RESULTS}::test_a_struct_label_has_its_values_in_schema_order",
     ],
-    "missing confidence": [f"{RESULTS}::test_confidence_is_the_probability_of_the_text"],
+    "missing confidence": ["engine/test_labels::test_a_labels_probability_is_that_of_brute_force"],
     "prompt injection": [
         "engine/test_text::test_prompt_injection_a_row_that_names_special_tokens_forges_no_turn",
         "engine/test_encoder::test_protected_text_holds_no_control_token_whatever_it_says",

@@ -18,6 +18,7 @@ from celery.worker import state
 from engine.client import EngineClient
 from schemas.errors import NightmillError
 from worker.admission import Admission
+from worker.machine import Machine
 from worker.supervisor import Supervisor
 
 log = structlog.get_logger(__name__)
@@ -90,6 +91,7 @@ class EnginePool(BasePool):  # type: ignore[misc]
     body_can_be_buffer = True
     task_join_will_block = False
     client: EngineClient
+    machine: Machine
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -107,6 +109,8 @@ class EnginePool(BasePool):  # type: ignore[misc]
         self._supervisor.start()
         self.client = self.app.make_client(self.app.model, self.app.settings.engine, on_failed=self._leave)
         self._load()
+        self.machine = Machine(self.client, self.app.settings.engine)
+        self.machine.start()
         for index in range(self.limit):
             Slot(self, index).start()
         log.info("worker_ready", queue=self.app.model.queue, slots=self.limit, engine_pid=self.client.pid)
@@ -204,6 +208,8 @@ class EnginePool(BasePool):  # type: ignore[misc]
             for delivery in self._deliveries.values():
                 delivery.terminate()
         self._wait_idle(GIVE_BACK_S)
+        if hasattr(self, "machine"):
+            self.machine.stop()
         if hasattr(self, "client"):
             self.client.stop()
         self._wait_idle(POLL_S)  # a chunk that was blocked in the engine ends now

@@ -7,7 +7,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import closing
 from datetime import UTC, datetime
@@ -153,7 +153,7 @@ class ChunkRun:
             self._park(f"{type(error).__name__}: {error}")
 
     def _generate(self) -> None:
-        started_s = time.monotonic()
+        started_s = time.time()
         with closing(self._spill):
             rows = run_rows(
                 self._job,
@@ -166,8 +166,9 @@ class ChunkRun:
                 spill=self._spill,
             )
         self._app.on_hop("validated")
-        self._commit(rows, parked=False)
-        log.info("chunk_done", rows=len(rows), seconds=round(time.monotonic() - started_s, 3))
+        provenance = self._slot.pool.machine.describe_run(started_s, rows)
+        self._commit(rows, parked=False, provenance=provenance)
+        log.info("chunk_done", rows=len(rows), seconds=round(time.time() - started_s, 3))
 
     def _park(self, cause: str) -> None:
         log.error("chunk_parked", reason=cause)
@@ -176,8 +177,9 @@ class ChunkRun:
         history = self._app.job_queue.deliveries(self._job.job_id, self._chunk.index)
         self._commit([done.get(row.row_index, row) for row in failed], parked=True, history=history)
 
-    def _commit(self, rows: list[RowResult], parked: bool, history: Sequence[str] = ()) -> None:
-        if not self._job.commit_part(self._chunk.index, rows, parked=parked, history=history):
+    def _commit(self, rows: list[RowResult], **how: Any) -> None:
+        """Commit the part; ``how`` as for Job.commit_part."""
+        if not self._job.commit_part(self._chunk.index, rows, **how):
             log.info("chunk_was_committed", reason="another worker was first")
         self._spill.remove()
         self._abort_beyond_thresholds()

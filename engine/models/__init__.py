@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
     from engine.batch import StepBatch
     from engine.models.spec import ModelSpec
+    from engine.shards import Part
 
     KVCache = list[Tensor]
     """One tensor a layer, of blocks; only the model looks inside."""
@@ -44,6 +45,13 @@ class Model(Protocol):
 class WeightSource(Protocol):
     """Named weights on the model's device."""
 
-    def get(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the tensor of that Hugging Face name in ``dtype``, else the model's. ModelError if it is absent."""
+    def get(self, name: str, dtype: torch.dtype | None = None, part: Part | None = None) -> Tensor:
+        """Return the tensor of that Hugging Face name in ``dtype``, else the model's. ModelError if it is absent.
+
+        Of a ``part``, the rest is not read.
+        """
+        ...
+
+    def leave(self, prefix: str) -> None:
+        """Note that other ranks take the tensors whose names begin with ``prefix``, an expert's."""
         ...

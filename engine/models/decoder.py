@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.batch import StepBatch
+from engine.batch import Rows, StepBatch
+from engine.dist import Ranks
 from engine.models import WeightSource
 from engine.models.deepseek import LatentAttention
 from engine.models.dense import GatedMlp, GroupedAttention
 from engine.models.layers import Rotary
 from engine.models.moe import SparseMlp
 from engine.models.spec import ModelSpec
+from engine.shards import HEAD, ShardedWeights, head_part, shard_spec
 from kernels.api import AttentionBatch, Kernels
 
 
@@ -38,7 +40,7 @@ class Attention(Protocol):
 class FeedForward(Protocol):
     """One layer's feed-forward part with its weights."""
 
-    def __call__(self, hidden: Tensor) -> Tensor:
+    def __call__(self, hidden: Tensor, rows: Rows, /) -> Tensor:
         """Normed rows [N, hidden] -> [N, hidden]."""
 
 
@@ -53,20 +55,27 @@ class Layer:
 
 
 class Decoder:
-    """Implements engine.models.Model."""
+    """Implements engine.models.Model, on one of the ranks that hold it together."""
 
-    def __init__(self, spec: ModelSpec, source: WeightSource, kernels: Kernels) -> None:
+    def __init__(self, spec: ModelSpec, source: WeightSource, kernels: Kernels, ranks: Ranks | None = None) -> None:
+        ranks = ranks or Ranks()
         self.spec = spec
+        self._tensor = ranks.tensor
         self._kernels = kernels
+        if ranks.tensor.size > 1:
+            source = ShardedWeights(source, spec, ranks.tensor)
         self._embedding = source.get("model.embed_tokens.weight")
         self._device, self._dtype = self._embedding.device, self._embedding.dtype
-        self._layers = [_load_layer(spec, index, source, kernels) for index in range(spec.num_layers)]
+        shard = shard_spec(spec, ranks.tensor.size)
+        self._layers = [_load_layer(shard, index, source, kernels, ranks) for index in range(spec.num_layers)]
         self._final_norm = source.get("model.norm.weight")
-        head = self._embedding if spec.tie_embeddings else source.get("lm_head.weight")
+        head = self._embedding[head_part(spec.vocab_size, ranks.tensor)] if spec.tie_embeddings else source.get(HEAD)
+        self._head_is_divided = len(head) < spec.vocab_size
         self._head = kernels.pack_weight(head)
         operations = {"latent_attention" if spec.latent else "attention"} | ({"experts_mlp"} if spec.experts else set())
         self.is_recordable = kernels.unrecordable.isdisjoint(operations)
-        self.is_recordable_mixed = self.is_recordable and kernels.decode_only.isdisjoint(operations)
+        can_mix = kernels.decode_only.isdisjoint(operations) and ranks.context.size == 1
+        self.is_recordable_mixed = self.is_recordable and can_mix
         self._rotary = Rotary(spec.rope, spec.head_dim, self._device, self._dtype)
 
     def alloc_cache(self, num_blocks: int, block_size: int) -> list[Tensor]:
@@ -84,6 +93,7 @@ class Decoder:
         """See Model.forward; rows without logits leave the last layer after its attention."""
         kernels, eps = self._kernels, self.spec.rms_norm_eps
         cos_sin = self._rotary(batch.positions)
+        rows = Rows(batch.positions, batch.size.rows)
         residual = functional.embedding(batch.input_ids, self._embedding)
         hidden = kernels.rms_norm(residual, self._layers[0].input_norm, eps)
         for index, layer in enumerate(self._layers):
@@ -91,16 +101,21 @@ class Decoder:
             is_last = index + 1 == len(self._layers)
             if is_last:
                 attended, residual = attended[batch.logits_rows], residual[batch.logits_rows]
-            update = kernels.linear(attended, layer.attention.output)
+                rows = Rows(batch.positions[batch.logits_rows], batch.size.logits_rows)
+            update = self._tensor.add(kernels.linear(attended, layer.attention.output))
             hidden, residual = kernels.add_rms_norm(update, residual, layer.mlp_norm, eps)
             next_norm = self._final_norm if is_last else self._layers[index + 1].input_norm
-            hidden, residual = kernels.add_rms_norm(layer.mlp(hidden), residual, next_norm, eps)
+            update = self._tensor.add(layer.mlp(hidden, rows))
+            hidden, residual = kernels.add_rms_norm(update, residual, next_norm, eps)
         return hidden
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         """See Model.logits."""
-        return self._kernels.linear(hidden, self._head).float()
+        logits = self._kernels.linear(hidden, self._head)
+        if self._head_is_divided:
+            logits = torch.cat(self._tensor.stack(logits).unbind(), dim=-1)
+        return logits.float()
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -110,13 +125,17 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.from_numpy(np.zeros(prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
-def _load_layer(spec: ModelSpec, index: int, source: WeightSource, kernels: Kernels) -> Layer:
+def _load_layer(spec: ModelSpec, index: int, source: WeightSource, kernels: Kernels, ranks: Ranks) -> Layer:
     prefix = f"model.layers.{index}."
     attention = GroupedAttention if spec.latent is None else LatentAttention
-    mlp = SparseMlp if spec.experts and index in spec.experts.layers else GatedMlp
+    mlp: FeedForward
+    if spec.experts and index in spec.experts.layers:
+        mlp = SparseMlp(spec, prefix + "mlp.", source, kernels, ranks.experts)
+    else:
+        mlp = GatedMlp(spec, prefix + "mlp.", source, kernels)
     return Layer(
         input_norm=source.get(prefix + "input_layernorm.weight"),
-        attention=attention(spec, index, source, kernels),
+        attention=attention(spec, index, source, kernels, ranks.context),
         mlp_norm=source.get(prefix + "post_attention_layernorm.weight"),
-        mlp=mlp(spec, prefix + "mlp.", source, kernels),
+        mlp=mlp,
     )

@@ -6,6 +6,7 @@ the rotated part. Knows no requests and no files; whether rows absorb the up-pro
 
 from torch import Tensor
 
+from engine.dist import Group
 from engine.models import WeightSource
 from engine.models.layers import Linear, load_linear, pack_fused, softmax_scale
 from engine.models.spec import ModelSpec
@@ -18,11 +19,13 @@ LATENT_NORM_EPS = 1e-6
 class LatentAttention:
     """Implements decoder.Attention; both projections down to latents are one."""
 
-    def __init__(self, spec: ModelSpec, index: int, source: WeightSource, kernels: Kernels) -> None:
+    def __init__(
+        self, spec: ModelSpec, index: int, source: WeightSource, kernels: Kernels, context: Group | None = None
+    ) -> None:
         latent = spec.latent
         assert latent is not None, "latent attention needs its sizes"
         prefix = f"model.layers.{index}.self_attn."
-        self._kernels, self._latent = kernels, latent
+        self._kernels, self._latent, self._context = kernels, latent, context or Group()
         query_size = latent.key_size + latent.rope_size
         self._q_shape = (spec.num_heads, query_size)
         self._scale = softmax_scale(spec.rope, query_size)
@@ -62,7 +65,8 @@ class LatentAttention:
         q, q_rope = query.unflatten(-1, self._q_shape).split(sizes, dim=-1)
         q_rope, k_rope = kernels.rotary(q_rope, k_rope[:, None], *cos_sin)
         latent = kernels.rms_norm(latent, self._kv_norm, LATENT_NORM_EPS)
-        kernels.write_latent(cache, batch.slots, latent, k_rope[:, 0])
+        latent, k_rope = (self._context.gather(part, len(batch.slots)) for part in (latent, k_rope[:, 0]))
+        kernels.write_latent(cache, batch.slots, latent, k_rope)
         return kernels.latent_attention(q, q_rope, cache, batch, self._kv_up, scale=self._scale).flatten(1)
 
 

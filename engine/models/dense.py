@@ -5,6 +5,8 @@ Shape legend: N rows, H query heads, G key-value heads, D head size. Knows no re
 
 from torch import Tensor
 
+from engine.batch import Rows
+from engine.dist import Group
 from engine.models import WeightSource
 from engine.models.layers import load_linear, pack_fused
 from engine.models.spec import ModelSpec
@@ -14,10 +16,12 @@ from kernels.api import AttentionBatch, Kernels
 class GroupedAttention:
     """Implements decoder.Attention: H query heads over G cached key and value heads."""
 
-    def __init__(self, spec: ModelSpec, index: int, source: WeightSource, kernels: Kernels) -> None:
+    def __init__(
+        self, spec: ModelSpec, index: int, source: WeightSource, kernels: Kernels, context: Group | None = None
+    ) -> None:
         prefix = f"model.layers.{index}.self_attn."
         qkv = [load_linear(source, prefix + name, has_bias=spec.qkv_bias) for name in ("q_proj", "k_proj", "v_proj")]
-        self._kernels = kernels
+        self._kernels, self._context = kernels, context or Group()
         self._qkv = pack_fused(kernels, qkv)
         self._q_norm = source.get(prefix + "q_norm.weight") if spec.qk_norm else None
         self._k_norm = source.get(prefix + "k_norm.weight") if spec.qk_norm else None
@@ -39,6 +43,7 @@ class GroupedAttention:
             q = kernels.rms_norm(q, self._q_norm, self._eps)
             k = kernels.rms_norm(k, self._k_norm, self._eps)
         q, k = kernels.rotary(q, k, *cos_sin)
+        k, v = (self._context.gather(side, len(batch.slots)) for side in (k, v))
         kernels.write_kv(cache, batch.slots, k, v)
         return kernels.attention(q, cache, batch, scale=self._head_dim**-0.5, window=self._window).flatten(1)
 
@@ -54,7 +59,7 @@ class GatedMlp:
         self._gate_up = pack_fused(kernels, [gate, up])
         self._down = pack_fused(kernels, [down])
 
-    def __call__(self, hidden: Tensor) -> Tensor:
+    def __call__(self, hidden: Tensor, _: Rows) -> Tensor:
         """See FeedForward.__call__."""
         kernels = self._kernels
         return kernels.linear(kernels.silu_mul(kernels.linear(hidden, self._gate_up)), self._down)

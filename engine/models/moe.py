@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.batch import Rows
+from engine.dist import Group
+from engine.expert_slots import ExpertSlots, first_placement
 from engine.models import WeightSource
 from engine.models.dense import GatedMlp
 from engine.models.spec import ModelSpec
@@ -16,10 +19,12 @@ from kernels.api import Kernels
 
 
 class SparseMlp:
-    """Implements decoder.FeedForward. Routing is in fp32 whatever the model's dtype."""
+    """Implements decoder.FeedForward. Routing is in fp32 whatever the model's dtype; ``ranks`` share the experts."""
 
-    def __init__(self, spec: ModelSpec, prefix: str, source: WeightSource, kernels: Kernels) -> None:
-        experts = spec.experts
+    def __init__(
+        self, spec: ModelSpec, prefix: str, source: WeightSource, kernels: Kernels, ranks: Group | None = None
+    ) -> None:
+        experts, ranks = spec.experts, ranks or Group()
         assert experts is not None, "a sparse layer needs experts"
         self._kernels = kernels
         self._gate = experts.gate
@@ -27,18 +32,25 @@ class SparseMlp:
         self._router_bias = (
             source.get(prefix + "gate.e_score_correction_bias", torch.float32) if experts.has_gate_bias else None
         )
-        each = [f"{prefix}experts.{expert}." for expert in range(experts.num_experts)]
-        gate_up = _stack(source, each, ("gate_proj", "up_proj"))
-        self._experts = kernels.pack_experts(gate_up, _stack(source, each, ("down_proj",)))
+        placement = first_placement(experts.num_experts, ranks.size, 0)
+        self._slots = ExpertSlots(placement, self._router.device)
+        self._exchange = ranks.exchange(placement.shape[1])
+        mine = [f"{prefix}experts.{expert}." for expert in placement[ranks.index].tolist()]
+        for expert in range(experts.num_experts):
+            source.leave(f"{prefix}experts.{expert}.")
+        gate_up = _stack(source, mine, ("gate_proj", "up_proj"))
+        self._experts = kernels.pack_experts(gate_up, _stack(source, mine, ("down_proj",)))
         self._shared = GatedMlp(spec, prefix + "shared_experts.", source, kernels) if experts.shared_size else None
 
-    def __call__(self, hidden: Tensor) -> Tensor:
+    def __call__(self, hidden: Tensor, rows: Rows) -> Tensor:
         """See FeedForward.__call__."""
         kernels = self._kernels
         logits = functional.linear(hidden.float(), self._router)
         weights, experts = kernels.route(logits, self._gate, self._router_bias)
-        out = kernels.experts_mlp(hidden, weights, experts, self._experts)
-        return out if self._shared is None else out.add_(self._shared(hidden))
+        slots = self._slots.choose(experts, rows.positions)
+        sent = self._exchange.dispatch(hidden, weights, slots, max_rows=rows.max_rows)
+        out = self._exchange.combine(kernels.experts_mlp(sent.x, sent.weights, sent.experts, self._experts), sent)
+        return out if self._shared is None else out.add_(self._shared(hidden, rows))
 
 
 def _stack(source: WeightSource, experts: Sequence[str], projections: Sequence[str]) -> Tensor:

@@ -26,6 +26,7 @@ ANSWERS = os.environ.get("FAKE_ANSWERS")
 class FakeEngine:
     max_model_len = 100
     device = "fake"
+    gpus = ()
     choices = (SimpleNamespace(operation="linear", backend="fake", reason="test"),)
 
     def __init__(self, model: ModelRef, settings: EngineSettings) -> None:

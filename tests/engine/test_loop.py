@@ -315,7 +315,10 @@ def test_constraints_of_finished_rows_are_forgotten_and_those_of_unfinished_rows
         own = Constraint(kind=ConstraintKind.CHOICE if row % 3 else ConstraintKind.EBNF, source=source)
         engine.add_constraint(own)
         engine.add(request(str(row), key=own.key))
-        done |= {completion.request_id: completion for completion in engine.step()}
+        while True:
+            done |= {completion.request_id: completion for completion in engine.step()}
+            if len(engine._sequences) <= 10:  # a busy machine compiles slowly, and what is unfinished is kept
+                break
         assert len(engine._grammars._constraints) <= 20
         assert len(engine._grammars._errors) <= 20
         assert len(engine._grammars._compiled) <= 1

@@ -24,7 +24,7 @@ from schemas.errors import JobError, StoreError
 from schemas.records import FinishReason, JobState, Request, RowStatus
 from tests.tiny_jobs import YES_NO, Answer, ScriptedEngine, make_job, prompt_of, results_of, run_job, write_input
 
-ADDED = ["label", "label_raw", "label_status", "label_error", "label_meta"]
+ADDED = ["label", "label_raw", "label_status", "label_error", "label_confidence", "label_meta"]
 
 
 def echo(request: Request) -> str:

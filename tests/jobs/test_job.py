@@ -21,7 +21,7 @@ from jobs.job import PARKED, Job, part_key, shard_names
 from jobs.parts import INFO_KEY
 from jobs.store import Bucket, LocalDirectory, Store, open_store, replace
 from schemas.errors import InputDataError, JobError, JobNotFound, StoreError
-from schemas.records import FORMAT_VERSION, InputFile, JobState, RowResult, RowStatus, encode_json
+from schemas.records import FORMAT_VERSION, InputFile, JobState, Label, RowResult, RowStatus, encode_json
 from tests.tiny_jobs import ScriptedEngine, make_job, results_of, run_chunk, run_job, write_input
 
 
@@ -78,7 +78,9 @@ def test_a_job_name_must_be_a_file_name(tmp_path: Path, name: str) -> None:
         make_job(tmp_path, name=name)
 
 
-@pytest.mark.parametrize("column", ["label", "label_raw", "label_status", "label_error", "label_meta"])
+@pytest.mark.parametrize(
+    "column", ["label", "label_raw", "label_status", "label_error", "label_confidence", "label_meta"]
+)
 def test_an_input_column_with_an_outputs_name_says_which_option_to_change(tmp_path: Path, column: str) -> None:
     path = write_input(tmp_path / "a.parquet", {"text": ["x"], column: ["y"]})
     with pytest.raises(InputDataError, match=f"'{column}' already.*--out"):
@@ -335,13 +337,28 @@ def test_two_workers_that_run_the_same_chunk_give_one_result(tmp_path: Path, sto
 
 def test_results_survive_the_part_file(tmp_path: Path) -> None:
     job = make_job(tmp_path, chunk_rows=2)
+    labels = (
+        Label(path="/a", text="x", probability=0.5, margin=0.25, entropy=1.0, ranked=(("x", 0.5), ("y", 0.25))),
+        Label(path="/b", text="true", probability=0.5),
+    )
     rows = [
-        RowResult(row_index=0, status=RowStatus.OK, value="nul\0", raw="nul\0", confidence=0.25, seconds=1.5),
+        RowResult(row_index=0, status=RowStatus.OK, value="nul\0", raw="nul\0", labels=labels, seconds=1.5),
         RowResult(row_index=1, status=RowStatus.INPUT_ERROR, error="text is null"),
     ]
     job.commit_part(0, rows)
     first, second = job.read_part(0).to_pylist()
-    assert (first["label"], first["label_meta"]["confidence"], first["label_meta"]["seconds"]) == ("nul\0", 0.25, 1.5)
+    assert (first["label"], first["label_confidence"], first["label_meta"]["seconds"]) == ("nul\0", 0.25, 1.5)
+    ranked, unranked = first["label_meta"]["labels"]
+    assert ranked == {
+        "path": "/a",
+        "label": "x",
+        "probability": 0.5,
+        "margin": 0.25,
+        "entropy": 1.0,
+        "ranked": [{"label": "x", "probability": 0.5}, {"label": "y", "probability": 0.25}],
+    }
+    assert (unranked["label"], unranked["margin"], unranked["ranked"]) == ("true", None, [])
+    assert (second["label_confidence"], second["label_meta"]["labels"]) == (None, [])
     assert (second["label"], second["label_raw"], second["label_error"]) == (None, None, "text is null")
     assert encode_json(job.spec) == encode_json(Job.open(open_store(str(tmp_path / "jobs")), job.job_id).spec)
 

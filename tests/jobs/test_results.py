@@ -17,6 +17,7 @@ from jobs import results as results_module
 from jobs.finish import try_finish
 from jobs.results import RETRY_TEMPERATURE, next_sampling, run_rows
 from jobs.verify import verify
+from schemas.choices import MAX_LABELS
 from schemas.errors import EngineError, Interrupted
 from schemas.records import (
     Completion,
@@ -24,6 +25,7 @@ from schemas.records import (
     ConstraintKind,
     FinishReason,
     JobSpec,
+    Label,
     Request,
     RetryPolicy,
     RowResult,
@@ -230,12 +232,33 @@ def test_several_completions_are_a_list_and_ok_only_if_each_is(tmp_path: Path) -
     assert (len(engine.requests), len(row.attempts)) == (5, 5)
 
 
-def test_confidence_is_the_probability_of_the_text(tmp_path: Path) -> None:
-    def answer(request: Request) -> Completion:
-        return Completion(request_id=request.request_id, finish_reason=STOP, text="yes", logprobs=(-0.5, -0.5))
+RANKED = Label(path="", text="yes", probability=0.8, margin=0.6, entropy=0.5, ranked=(("yes", 0.8), ("no", 0.2)))
 
-    assert run_one(tmp_path, answer)[0].confidence == pytest.approx(0.36788, abs=1e-5)
-    assert run_one(tmp_path, "yes")[0].confidence is None
+
+@pytest.mark.parametrize(
+    ("calibration", "num_ranked", "asked", "probability"),
+    [({}, 2, 2, 0.8), ({"": 2.0}, 1, MAX_LABELS, 2 / 3), ({"/other": 2.0}, 2, MAX_LABELS, 0.8)],
+)
+def test_the_probabilities_of_a_rows_labels_are_kept_or_calibrated(
+    tmp_path: Path, calibration: dict[str, float], num_ranked: int, asked: int, probability: float
+) -> None:
+    def answer(request: Request) -> Completion:
+        return Completion(request_id=request.request_id, finish_reason=STOP, text="yes", labels=(RANKED,))
+
+    sampling = Sampling(top_labels=num_ranked)
+    row, engine = run_one(tmp_path, answer, sampling=sampling, calibration=calibration)
+    assert [request.sampling.top_labels for request in engine.requests] == [asked]
+    (label,) = row.labels
+    assert label.probability == label.ranked[0][1] == pytest.approx(probability)
+    assert label.margin == pytest.approx(2 * probability - 1)
+    assert len(label.ranked) == num_ranked
+
+
+def test_a_row_that_is_not_ok_has_no_labels(tmp_path: Path) -> None:
+    def answer(request: Request) -> Completion:
+        return Completion(request_id=request.request_id, finish_reason=STOP, text="maybe", labels=(RANKED,))
+
+    assert run_one(tmp_path, answer)[0].labels == ()
 
 
 def test_rows_that_are_not_asked_cost_no_request(tmp_path: Path) -> None:

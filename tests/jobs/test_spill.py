@@ -15,7 +15,7 @@ from jobs.results import run_rows
 from jobs.spill import Spill, open_spill
 from jobs.store import LocalDirectory, open_store
 from schemas.errors import EngineError
-from schemas.records import Attempt, FinishReason, Request, RowResult, RowStatus
+from schemas.records import Attempt, FinishReason, Label, Request, RowResult, RowStatus
 from tests.tiny_jobs import YES_NO, Answer, ScriptedEngine, json_schema, make_job, prompt_of, results_of
 
 
@@ -151,7 +151,7 @@ def test_every_field_of_a_result_survives(tmp_path: Path) -> None:
                 status=RowStatus.OK, finish_reason=FinishReason.STOP, seed=2**62, max_tokens=3, num_output_tokens=1
             ),
         ),
-        confidence=0.25,
+        labels=(Label(path="/b", text="ü", probability=0.25, ranked=(("ü", 0.25),)),),
         seconds=1.5,
     )
     half_pair = RowResult(row_index=1, status=RowStatus.INVALID, raw="\ud800", error="no")

@@ -214,7 +214,7 @@ def test_every_sampling_option_reaches_the_job(machine: Machine) -> None:
     options = (
         "--max-tokens 7 --temperature 0.5 --top-k 9 --top-p 0.8 --min-p 0.1 --repetition-penalty 1.2 --stop . --stop ;"
     )
-    rest = "--confidence --n 3 --seed 11 --max-attempts 2"
+    rest = "--top-labels 5 --n 3 --seed 11 --max-attempts 2"
     assert machine.submit(machine.write_rows(4), "--no-wait", *options.split(), *rest.split()).exit_code == 0
     spec = machine.job().spec
     assert spec.sampling == Sampling(
@@ -225,7 +225,7 @@ def test_every_sampling_option_reaches_the_job(machine: Machine) -> None:
         min_p=0.1,
         repetition_penalty=1.2,
         stop=(".", ";"),
-        logprobs=True,
+        top_labels=5,
     )
     assert (spec.num_completions, spec.seed, spec.retry.max_attempts) == (3, 11, 2)
 

@@ -34,6 +34,14 @@ def test_a_worker_runs_a_job_to_its_end_and_leaves_nothing_behind(lab: Lab) -> N
     assert worker.wait() == 0
     assert not any(map(psutil.pid_exists, engines))
     assert set(lab.count("leased").values()) == {1}
+    chunks = job.provenances()
+    assert [(chunk.device, chunk.num_asked, chunk.kernels[0][1]) for chunk in chunks] == [("fake", 1, "fake")] * 6
+    assert all(str(worker.pid) in chunk.worker and chunk.versions["celery"] for chunk in chunks)
+    success = job.success()
+    assert success is not None
+    assert success.throughput is not None
+    assert (success.throughput.num_asked, success.throughput.num_workers) == (6, 1)
+    assert success.throughput.busy_s <= chunks[-1].finished_s - chunks[0].started_s
     assert lab.queue.workers_serving(lab.model.queue) == 0
     assert lab.redis.keys("nightmill:lease:*") == lab.redis.keys("nightmill:progress:*") == []
 

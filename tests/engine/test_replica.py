@@ -1,0 +1,86 @@
+"""Two ranks give the greedy tokens of one in every topology: two processes run all cases, one after the other."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from engine.loop import Engine, load_parts
+from schemas.model_files import model_ref
+from schemas.settings import EngineSettings
+from tests.engine.test_parity import random_prompts
+from tests.engine.two_ranks import serve
+from tests.tiny_models import VOCAB_SIZE, write_tiny_model
+
+MAX_TOKENS = 12
+SMALL_STEPS = {"max_num_batched_tokens": 24, "max_num_seqs": 6, "block_size": 8}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "tensor": ("llama3", {"tensor_parallel": 2}),
+    "tensor, tied head, biases": ("qwen2", {"tensor_parallel": 2, "overlap": True}),
+    "context": ("qwen3", {"context_parallel": 2}),
+    "context, windows": ("mistral", {"context_parallel": 2, "overlap": True}),
+    "data": ("llama", {"data_parallel": 2}),
+    "data and experts": ("qwen3_moe", {"data_parallel": 2, "expert_parallel": 2, "overlap": True}),
+    "data and experts, v2": ("deepseek_v2", {"data_parallel": 2, "expert_parallel": 2}),
+    "context and experts, v3": ("deepseek_v3", {"context_parallel": 2, "expert_parallel": 2}),
+}
+
+
+def batches() -> list[dict[str, list[int]]]:
+    """Long and short prompts, some of which begin alike; then some for the first replica alone, then for both."""
+    prompts = random_prompts([3, 60, 17, 31, 1, 44, 2, 9], VOCAB_SIZE, shared=24)
+    numbered = {str(index): prompt for index, prompt in enumerate(prompts)}
+    first_alone = {"10": prompts[1][::-1], "12": prompts[3]}
+    return [numbered, first_alone, {"20": prompts[5], "21": prompts[0]}]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    directory = tmp_path_factory.mktemp("models")
+    return {family: str(write_tiny_model(directory / family, family)) for family, _ in CASES.values()}
+
+
+@pytest.fixture(scope="module")
+def outputs(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list[int]]]:
+    """The tokens of all requests, by case, from two processes."""
+    directory = tmp_path_factory.mktemp("rendezvous")
+    cases = [
+        {
+            "model": models[family],
+            "settings": SMALL_STEPS | settings,
+            "max_tokens": MAX_TOKENS,
+            "batches": batches(),
+            "rendezvous": str(directory / str(number)),
+        }
+        for number, (family, settings) in enumerate(CASES.values())
+    ]
+    command = [sys.executable, "-m", "tests.engine.two_ranks"]
+    ranks = [
+        subprocess.Popen([*command, str(rank)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        assert rank.stdin is not None
+        rank.stdin.write(json.dumps(cases))
+        rank.stdin.close()
+    try:
+        parts = [json.loads(rank.stdout.read()) for rank in ranks if rank.stdout is not None]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+            assert rank.stdout is not None
+            rank.stdout.close()
+    return {name: first | second for name, first, second in zip(CASES, *parts, strict=True)}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_give_the_greedy_tokens_of_one(
+    name: str, models: dict[str, str], outputs: dict[str, dict[str, list[int]]]
+) -> None:
+    case = {"settings": {}, "max_tokens": MAX_TOKENS, "batches": batches()}
+    ref = model_ref(models[CASES[name][0]], dtype="float32", max_model_len=128)
+    settings = EngineSettings(device="cpu", num_threads=1, kv_cache_gib=0.01, **SMALL_STEPS)
+    assert outputs[name] == serve(Engine(ref, settings, load_parts(ref, settings)), case, 0)

@@ -1,0 +1,62 @@
+"""One of two ranks, run as a script by test_replica: engines of several topologies, one after the other.
+
+Standard input: JSON of the cases. Standard output: the greedy tokens of this rank's requests, by case. Prompts go to
+the replicas by their numbers.
+"""
+
+import json
+import sys
+from typing import Any
+
+from torch import distributed
+
+from engine.follower import Follower
+from engine.loop import Engine, load_parts
+from schemas.log import configure_logging
+from schemas.model_files import model_ref
+from schemas.records import Request, Sampling
+from schemas.settings import EngineSettings
+
+
+def run_case(case: dict[str, Any], rank: int) -> dict[str, list[int]]:
+    ref = model_ref(case["model"], dtype="float32", max_model_len=128)
+    settings = EngineSettings(device="cpu", num_threads=1, kv_cache_gib=0.01, **case["settings"])
+    parts = load_parts(ref, settings, rank, case["rendezvous"])
+    ranks = parts.ranks
+    try:
+        if not ranks.is_leader:
+            follower = Follower(ref, settings, parts)
+            while True:
+                try:
+                    follower.step()
+                except RuntimeError:  # the leader is done and gone
+                    return {}
+        return serve(Engine(ref, settings, parts), case, rank // ranks.topology.ranks_per_replica)
+    finally:
+        distributed.destroy_process_group()
+
+
+def serve(engine: Engine, case: dict[str, Any], replica: int) -> dict[str, list[int]]:
+    num_replicas = case["settings"].get("data_parallel", 1)
+    sampling = Sampling(max_tokens=case["max_tokens"], ignore_eos=True)
+    tokens: dict[str, list[int]] = {}
+    for batch, prompts in enumerate(case["batches"]):
+        engine.hear(batch + 1)
+        for index, prompt in prompts.items():
+            if int(index) % num_replicas == replica:
+                engine.add(Request(request_id=index, token_ids=tuple(prompt), sampling=sampling))
+        while engine.has_work():
+            for completion in engine.step():
+                assert completion.error is None, completion.error
+                tokens[completion.request_id] = list(completion.token_ids)
+    return tokens
+
+
+def main() -> None:
+    configure_logging()  # standard output is for the tokens
+    rank, cases = int(sys.argv[1]), json.load(sys.stdin)
+    print(json.dumps([run_case(case, rank) for case in cases]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -25,6 +25,7 @@ from jobs.local_worker import LocalWorker
 from jobs.plan import Plan, make_chunks
 from jobs.prompts import Prompt, PromptBuilder, Refusal
 from jobs.queue import Queue
+from jobs.reuse import copy_known_rows
 from jobs.source import ChunkReader, Inputs, python_rows, scan_inputs
 from jobs.store import open_store
 from jobs.thresholds import Thresholds
@@ -86,6 +87,7 @@ class Submission:
     calibration: Mapping[str, float] = field(default_factory=dict)
     output: str | None = None  # where final files go; None: inside the job directory
     chunk_rows: int | None = None  # None: Settings
+    refresh: bool = False  # ask again what an earlier job has answered
     priority: Priority = Priority.INTERACTIVE
     thresholds: Thresholds | None = None  # beyond them the job is stopped
 
@@ -144,7 +146,9 @@ def prepare(submission: Submission, settings: Settings) -> Prepared:
 
 
 def submit(prepared: Prepared, settings: Settings) -> Job:
-    """Write the job's directory and queue its chunks. The same submission again returns the same job.
+    """Write the job's directory, copy what earlier jobs labelled, and queue the chunks that are left.
+
+    The same submission again returns the same job.
 
     Without a configured broker the embedded one is started; somebody must still serve the queue: ``wait`` does.
     Raises StoreError, or BrokerError that says how to go on: the directory is intact then.
@@ -159,6 +163,7 @@ def submit(prepared: Prepared, settings: Settings) -> Job:
         output=prepared.output,
         priority=prepared.priority,
         thresholds=prepared.thresholds,
+        before_start=copy_known_rows,
     )
     with suppress(AlreadyExists):
         job.store.create(ENFORCEMENT_FILE, encode_json(prepared.decisions))

@@ -26,6 +26,7 @@ ATTEMPT_TYPE = pa.struct(
         "output_tokens": pa.int32(),
     }
 )
+KEY_TYPE = pa.binary(16)
 META_TYPE = pa.struct(
     {
         "finish_reason": pa.string(),
@@ -41,6 +42,7 @@ META_TYPE = pa.struct(
         "chunk": pa.int32(),
         "version": pa.string(),
         "attempt_log": pa.list_(ATTEMPT_TYPE),
+        "copied_from": pa.string(),
     }
 )
 
@@ -258,8 +260,19 @@ def row_column(output_column: str) -> str:
     return f"{output_column}_row"
 
 
+def key_column(output_column: str) -> str:
+    """Return the name of the part files' content key column."""
+    return f"{output_column}_key"
+
+
+def part_schema(spec: JobSpec) -> pa.Schema:
+    """Return the columns of a part file: the row number in the input file, the content key, ``result_fields``."""
+    row = pa.field(row_column(spec.output_column), pa.int64(), nullable=False)
+    return pa.schema([row, pa.field(key_column(spec.output_column), KEY_TYPE), *result_fields(spec)])
+
+
 def results_table(spec: JobSpec, chunk_index: int, rows: Sequence[RowResult], version: str) -> pa.Table:
-    """Lay out results as a part file has them: the row number in the input file, then ``result_fields``."""
+    """Lay out results as a part file has them."""
     fields = result_fields(spec)
     columns = [
         pa.array([row.value for row in rows], fields[0].type),
@@ -269,9 +282,9 @@ def results_table(spec: JobSpec, chunk_index: int, rows: Sequence[RowResult], ve
         pa.array([confidence(row.labels) for row in rows], pa.float64()),
         _meta_array(spec, chunk_index, rows, version),
     ]
-    row_numbers = pa.array([row.row_index for row in rows], pa.int64())
-    schema = pa.schema([pa.field(row_column(spec.output_column), pa.int64(), nullable=False), *fields])
-    return pa.Table.from_arrays([row_numbers, *columns], schema=schema)
+    keys = [None if row.content_key is None else bytes.fromhex(row.content_key) for row in rows]
+    numbers = [pa.array([row.row_index for row in rows], pa.int64()), pa.array(keys, KEY_TYPE)]
+    return pa.Table.from_arrays([*numbers, *columns], schema=part_schema(spec))
 
 
 def _meta_array(spec: JobSpec, chunk_index: int, rows: Sequence[RowResult], version: str) -> pa.StructArray:
@@ -290,6 +303,7 @@ def _meta_array(spec: JobSpec, chunk_index: int, rows: Sequence[RowResult], vers
         "chunk": [chunk_index] * len(rows),
         "version": [version] * len(rows),
         "attempt_log": [[_attempt_values(attempt) for attempt in row.attempts] for row in rows],
+        "copied_from": [row.copied_from for row in rows],
     }
     arrays = [pa.array(columns[field.name], field.type) for field in META_TYPE]
     return pa.StructArray.from_arrays(arrays, fields=list(META_TYPE))

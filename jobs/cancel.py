@@ -12,11 +12,13 @@ from schemas.settings import Settings
 def main(settings: Settings, *, job: str) -> None:
     """Stop JOB. Running chunks end within seconds; finished ones stay."""
     from jobs import api
+    from jobs.ledger import keep_answers
 
     found = api.open_job(job, settings)
     if (success := found.success()) is not None:
         raise JobError(f"{found.job_id} has ended already: {success.state}")
     found.cancel()
+    keep_answers(found)
     click.echo(f"cancelled {found.job_id}; go on: python -m jobs.resume {found.job_id}")
 
 

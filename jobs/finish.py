@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 
 from jobs.arrow_types import output_names, result_fields, row_column
 from jobs.job import OUTPUT, SUCCESS_FILE, Job, OutputFile, Success, shard_names
+from jobs.ledger import LedgerWriter
 from jobs.provenance import measure_throughput
 from jobs.source import ChunkReader
 from jobs.store import Store, exists, open_store
@@ -36,11 +37,12 @@ def try_finish(job: Job) -> bool:
         return True
     if job.pending():
         return False
-    tally = _Tally()
+    tally, ledger = _Tally(), LedgerWriter(job)
     try:
-        outputs = tuple(_write_outputs(job, tally))
+        outputs = tuple(_write_outputs(job, tally, ledger))
     except _Overtaken:
         return True
+    ledger.close()
     counts = dict(tally.statuses)
     if sum(counts.values()) != job.num_rows:
         raise JobError(f"{job.job_id}: {sum(counts.values())} rows came out of {job.num_rows}: {counts}")
@@ -51,6 +53,7 @@ def try_finish(job: Job) -> bool:
         counts=counts,
         outputs=outputs,
         finished=datetime.now(UTC).isoformat(timespec="seconds"),
+        num_copied=job.num_copied(),
         commonest_error=tally.commonest_error(),
         throughput=measure_throughput(job.provenances()),
     )
@@ -101,7 +104,7 @@ class _Tally:
         return f"{text} ({count} rows)"
 
 
-def _write_outputs(job: Job, tally: _Tally) -> Iterator[OutputFile]:
+def _write_outputs(job: Job, tally: _Tally, ledger: LedgerWriter) -> Iterator[OutputFile]:
     """Write one output file for each input file that has rows in the job, or that is empty itself."""
     store, prefix = output_store(job)
     chunks_of = {index: list(chunks) for index, chunks in groupby(job.chunks, key=lambda chunk: chunk.input_index)}
@@ -110,7 +113,7 @@ def _write_outputs(job: Job, tally: _Tally) -> Iterator[OutputFile]:
             chunks = chunks_of.get(index, [])
             if not chunks and job.spec.inputs[index].num_rows:
                 continue  # beyond --limit
-            yield _write_output(job, store, prefix + name, _labelled_chunks(job, chunks, reader, tally))
+            yield _write_output(job, store, prefix + name, _labelled_chunks(job, chunks, reader, tally, ledger))
     for place in (store, job.store):
         place.sweep()
 
@@ -137,7 +140,9 @@ def output_schema(job: Job) -> pa.Schema:
     return pa.schema(fields, {**(job.input_schema.metadata or {}), JOB_KEY: job.job_id.encode()})
 
 
-def _labelled_chunks(job: Job, chunks: list[Chunk], reader: ChunkReader, tally: _Tally) -> Iterator[pa.Table]:
+def _labelled_chunks(
+    job: Job, chunks: list[Chunk], reader: ChunkReader, tally: _Tally, ledger: LedgerWriter
+) -> Iterator[pa.Table]:
     """Yield each chunk's input rows with its results beside them."""
     schema, added = output_schema(job), output_names(job.spec.output_column)
     kept = [name for name in schema.names if name not in added]
@@ -147,6 +152,7 @@ def _labelled_chunks(job: Job, chunks: list[Chunk], reader: ChunkReader, tally: 
         if numbers != list(range(chunk.start_row, chunk.start_row + chunk.num_rows)):
             raise JobError(f"part {chunk.index} of {job.job_id} does not hold its rows: delete it and resume the job")
         tally.add(results[added.status], results[added.error])
+        ledger.add(chunk.index, results)
         rows = pa.Table.from_batches(job.read_batches(chunk, kept, reader)).columns if kept else []
         yield pa.Table.from_arrays([*rows, *(results[name] for name in added)], schema=schema)
 

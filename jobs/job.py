@@ -6,7 +6,7 @@ Knows no queue, no engine and no prompts.
 import contextlib
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any, Self, TypeVar
 
@@ -72,6 +72,7 @@ class Success(Record):
     counts: dict[RowStatus, int]
     outputs: tuple[OutputFile, ...]
     finished: str  # UTC, ISO 8601
+    num_copied: int = 0  # rows whose answer was there before they were asked
     commonest_error: str | None = None
     throughput: Throughput | None = None
     format_version: int = FORMAT_VERSION
@@ -89,9 +90,10 @@ class Failure(Record):
 class Job:
     """A job as its directory has it. Threads and processes may share a directory; commits decide who was first."""
 
-    def __init__(self, store: Store, file: JobFile, plan: Plan) -> None:
-        """``store`` is the job's own directory; use ``create`` or ``open``."""
-        self.store = store
+    def __init__(self, root: Store, file: JobFile, plan: Plan) -> None:
+        """``root`` is the jobs root; use ``create`` or ``open``."""
+        self.root = root
+        self.store = root.within(file.spec.job_id)
         self.spec = file.spec
         self.job_id = file.spec.job_id
         self.created = file.created
@@ -113,10 +115,13 @@ class Job:
         output: str | None = None,
         priority: Priority = Priority.INTERACTIVE,
         thresholds: Thresholds | None = None,
+        before_start: Callable[[Self], object] = lambda job: None,
     ) -> Self:
         """Create the job's directory under the jobs root, or attach to it if the same job is there already.
 
         An attached job keeps its chunks, priority and thresholds. Without ``input_schema`` the input files are read.
+        ``before_start`` may commit parts of a new job that nobody else can see yet; if it is interrupted, the same
+        submit begins it again.
         Raises JobError if the directory holds something else, InputDataError for columns that clash.
         """
         if not JOB_NAME.fullmatch(spec.name):
@@ -128,11 +133,11 @@ class Job:
         directory = store.within(spec.job_id)
         if not exists(directory, JOB_FILE):
             probe(directory)
-            plan = encode_plan(spec.job_id, Plan(tuple(chunks), input_schema))
-            now = datetime.now(UTC).isoformat(timespec="seconds")
+            now = datetime.now(UTC).isoformat(timespec="milliseconds")
             file = JobFile(spec=spec, created=now, output=output, priority=priority, thresholds=thresholds)
-            for key, data in ((PLAN_FILE, plan), (JOB_FILE, encode_json(file))):
-                _create_or_keep(directory, key, data)
+            _create_or_keep(directory, PLAN_FILE, encode_plan(spec.job_id, Plan(tuple(chunks), input_schema)))
+            before_start(cls(store, file, decode_plan(spec.job_id, directory.read(PLAN_FILE))))
+            _create_or_keep(directory, JOB_FILE, encode_json(file))
         job = cls.open(store, spec.job_id)
         if job.spec != spec:
             raise JobError(f"{directory.locate('')} holds another job than the one submitted: give it another name")
@@ -156,7 +161,7 @@ class Job:
         file = _decode(data, JobFile, directory.locate(JOB_FILE))
         if file.spec.job_id != job_id:
             raise JobError(f"{directory.locate(JOB_FILE)} was changed: its spec is that of {file.spec.job_id}")
-        return cls(directory, file, decode_plan(job_id, directory.read(PLAN_FILE)))
+        return cls(store, file, decode_plan(job_id, directory.read(PLAN_FILE)))
 
     @staticmethod
     def list_ids(store: Store) -> list[str]:
@@ -215,17 +220,25 @@ class Job:
         index: int,
         rows: Sequence[RowResult],
         *,
+        known: pa.Table | None = None,
         parked: bool = False,
         history: Sequence[str] = (),
         provenance: Provenance | None = None,
     ) -> bool:
         """Commit a chunk's results by exclusive creation. False: somebody was first, and theirs stand.
 
-        ``history`` is kept with a parked part: how often it was tried, when and where.
+        ``known`` are those of the chunk's other rows, laid out as in a part. ``history`` is kept with a parked part:
+        how often it was tried, when and where.
         Raises JobError if ``rows`` are not exactly the chunk's, StoreError if they cannot be written.
         """
         data = encode_part(
-            self.spec, self.chunks[index], rows, is_parked=parked, history=history, provenance=provenance
+            self.spec,
+            self.chunks[index],
+            rows,
+            known=known,
+            is_parked=parked,
+            history=history,
+            provenance=provenance,
         )
         if parked and self.is_committed(index):
             return False
@@ -252,11 +265,14 @@ class Job:
 
     def counts(self) -> dict[RowStatus, int]:
         """Return the number of committed rows by status, from the parts' footers."""
-        parts = self.parts()
         counts: Counter[RowStatus] = Counter()
-        for index in parts | self.parked():
-            counts.update(self._info(part_key(index, PARTS if index in parts else PARKED)).counts)
+        for info in self._committed_infos():
+            counts.update(info.counts)
         return dict(counts)
+
+    def num_copied(self) -> int:
+        """Return the number of committed rows whose answer was there before they were asked."""
+        return sum(info.num_copied for info in self._committed_infos())
 
     def success(self) -> Success | None:
         """Return how the job ended, or None if it has not."""
@@ -361,6 +377,11 @@ class Job:
     def _indices(self, directory: str) -> frozenset[int]:
         matches = (PART_NAME.fullmatch(name) for name in self.store.list(directory))
         return frozenset(int(match[1]) for match in matches if match) & frozenset(range(len(self.chunks)))
+
+    def _committed_infos(self) -> Iterator[PartInfo]:
+        parts = self.parts()
+        for index in parts | self.parked():
+            yield self._info(part_key(index, PARTS if index in parts else PARKED))
 
     def _key_of(self, index: int) -> str:
         return part_key(index, PARTS if exists(self.store, part_key(index)) else PARKED)

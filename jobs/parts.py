@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from jobs.arrow_types import output_names, results_table, row_column
@@ -27,6 +28,7 @@ class PartInfo(Record):
     chunk: Chunk
     counts: dict[RowStatus, int]
     checksum: str  # over row numbers, statuses, labels and raw texts
+    num_copied: int = 0  # rows whose answer was there before they were asked
     is_parked: bool = False
     history: tuple[str, ...] = ()  # of a parked part: when, and on which worker, each try began
     provenance: Provenance | None = None
@@ -38,23 +40,32 @@ def encode_part(
     chunk: Chunk,
     rows: Sequence[RowResult],
     *,
+    known: pa.Table | None = None,
     is_parked: bool = False,
     history: Sequence[str] = (),
     provenance: Provenance | None = None,
 ) -> bytes:
-    """Write a chunk's results as a Parquet file. Raises JobError unless they are exactly its rows, in order."""
-    expected = range(chunk.start_row, chunk.start_row + chunk.num_rows)
-    if [row.row_index for row in rows] != list(expected):
-        found = f"{len(rows)} rows" if len(rows) != chunk.num_rows else "others, or in another order"
-        raise JobError(f"{spec.job_id} chunk {chunk.index} needs rows {expected.start} to {expected.stop}, got {found}")
+    """Write a chunk's results, ``known`` ones among them, as a Parquet file.
+
+    Raises JobError unless they are exactly its rows, in order.
+    """
     try:
         table = results_table(spec, chunk.index, rows, version())
     except (pa.ArrowException, OverflowError) as error:
         raise JobError(f"{spec.job_id} chunk {chunk.index}: a result does not fit its column: {error}") from error
+    if known is not None:
+        table = pa.concat_tables([table, known]).sort_by(row_column(spec.output_column)).combine_chunks()
+    numbers = table[row_column(spec.output_column)].to_pylist()
+    expected = range(chunk.start_row, chunk.start_row + chunk.num_rows)
+    if numbers != list(expected):
+        found = f"{len(numbers)} rows" if len(numbers) != chunk.num_rows else "others, or in another order"
+        raise JobError(f"{spec.job_id} chunk {chunk.index} needs rows {expected.start} to {expected.stop}, got {found}")
+    names = output_names(spec.output_column)
     info = PartInfo(
         job_id=spec.job_id,
         chunk=chunk,
-        counts=dict(Counter(row.status for row in rows)),
+        counts=dict(Counter(map(RowStatus, table[names.status].to_pylist()))),
+        num_copied=table.num_rows - pc.struct_field(table[names.meta], "copied_from").null_count,
         checksum=_checksum(spec, table),
         is_parked=is_parked,
         history=tuple(history),

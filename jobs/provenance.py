@@ -67,7 +67,7 @@ class Throughput(Record):
 
 def count_work(rows: Iterable[RowResult]) -> dict[str, int]:
     """The token and row counts of a Provenance."""
-    asked = [row for row in rows if row.attempts]
+    asked = [row for row in rows if row.attempts and row.copied_from is None]
     return {
         "num_asked": len(asked),
         "num_prompt_tokens": sum(row.num_prompt_tokens for row in asked),

@@ -68,8 +68,9 @@ def run_rows(
     cancel: Callable[[list[str]], None] = lambda request_ids: None,
     reader: ChunkReader | None = None,
     spill: Spill | None = None,
+    known: Mapping[int, RowStatus] | None = None,
 ) -> list[RowResult]:
-    """Label the rows of a chunk, in order, one result each.
+    """Label the rows of a chunk, in order, one result each, but for those whose answer is ``known``.
 
     ``submit`` may block while the engine is full. ``on_progress`` gets this chunk's counts, a few times a second.
     Pass one ``reader`` to all chunks of a worker, so that a row group is decoded once. Rows that ``spill`` has are not
@@ -83,8 +84,11 @@ def run_rows(
     def keep(row_index: int, request: Request, constraint: Constraint | None, error: str) -> None:
         keep_reproducer(job, chunk, row_index, request=request, constraint=constraint, error=error, reader=reader)
 
-    run = _ChunkRun(job.spec, submit, cancel, spill, keep)
-    return run.run(enumerate(map(builder.build, rows), chunk.start_row), is_cancelled, on_progress)
+    known = known or {}
+    num_known = Counter(known.values())
+    unknown = ((index, builder.build(row)) for index, row in enumerate(rows, chunk.start_row) if index not in known)
+    run = _ChunkRun(job, submit, cancel, spill, keep)
+    return run.run(unknown, is_cancelled, lambda counts: on_progress(num_known + Counter(counts)))
 
 
 class _Outcome(NamedTuple):
@@ -112,9 +116,10 @@ class _ChunkRun:
     """What is in flight and what is done of one chunk. One thread runs it; futures only feed its queue."""
 
     def __init__(
-        self, spec: JobSpec, submit: Submit, cancel: Callable[[list[str]], None], spill: Spill | None, keep: Keep
+        self, job: Job, submit: Submit, cancel: Callable[[list[str]], None], spill: Spill | None, keep: Keep
     ) -> None:
-        self._spec = spec
+        self._job_id = job.job_id
+        self._spec = spec = job.spec
         self._sampling = engine_sampling(spec)
         self._keep_reproducer = keep
         self._spill = spill
@@ -122,7 +127,7 @@ class _ChunkRun:
         self._submit = submit
         self._cancel = cancel
         self._column = completion_column(spec)
-        self._name = f"{spec.job_id}:{uuid.uuid4().hex[:8]}"  # a second delivery may run in the same engine
+        self._name = f"{job.job_id}:{uuid.uuid4().hex[:8]}"  # a second delivery may run in the same engine
         self._checked: dict[tuple[Constraint | None, str], tuple[Any, str | None]] = {}
         self._in_flight: dict[str, tuple[_Row, int, Request]] = {}
         self._finished: queue.SimpleQueue[tuple[str, Future[Completion]]] = queue.SimpleQueue()
@@ -155,9 +160,12 @@ class _ChunkRun:
             self._end(RowResult(row_index=index, status=prompt.status, error=prompt.error))
             return
         key = prompt.content_key  # the seed comes from it too: equal questions have equal answers
-        if (answered := self._spilled.pop(index, None) or self._answered.get(key)) is not None:
-            self._answered[key] = answered
-            self._end(msgspec.structs.replace(answered, row_index=index))
+        if (spilled := self._spilled.pop(index, None)) is not None:
+            self._answered[key] = spilled
+            self._end(spilled)
+            return
+        if (answered := self._answered.get(key)) is not None:
+            self._end(self._copy(answered, index))
             return
         if key in self._twins:
             self._twins[key].append(index)
@@ -233,8 +241,13 @@ class _ChunkRun:
             if self._spill is not None:
                 self._spill.add(result)
             self._answered[row.prompt.content_key] = result
-            for index in (row.index, *self._twins.pop(row.prompt.content_key)):
-                self._end(msgspec.structs.replace(result, row_index=index))
+            self._end(result)
+            for index in self._twins.pop(row.prompt.content_key):
+                self._end(self._copy(result, index))
+
+    def _copy(self, result: RowResult, index: int) -> RowResult:
+        """The answer of a row that asked the same first."""
+        return msgspec.structs.replace(result, row_index=index, copied_from=self._job_id)
 
     def _end(self, result: RowResult) -> None:
         self._results.append(result)
@@ -344,4 +357,5 @@ def _row_result(row: _Row, spec: JobSpec) -> RowResult:
         num_output_tokens=sum(len(outcome.completion.token_ids) for outcome in outcomes),
         seconds=row.seconds,
         first_token_s=row.first_token_s,
+        content_key=row.prompt.content_key,
     )

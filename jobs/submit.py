@@ -144,6 +144,7 @@ def _split_names(_context: click.Context, _parameter: click.Parameter, value: st
 @click.option("--n", "num_completions", type=click.IntRange(1), default=1, show_default=True, help="Completions a row.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--max-attempts", type=click.IntRange(1), default=3, show_default=True, help="Tries a row.")
+@click.option("--refresh", is_flag=True, help="Ask again what an earlier job has answered.")
 @click.option("--chunk-rows", type=click.IntRange(1), help="Rows a chunk.  [default: jobs.chunk_rows of the settings]")
 @click.option(
     "--priority",

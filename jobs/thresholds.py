@@ -79,4 +79,4 @@ class Watch:
             self._jobs.move_to_end(key)
             while len(self._jobs) > MAX_WATCHED_JOBS:
                 self._jobs.popitem(last=False)
-        return find_breach(job.thresholds, Counter(watched.counts()) + Counter(running))
+        return find_breach(job.thresholds, Counter(watched.counts()) + Counter(running), watched.num_copied())

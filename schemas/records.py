@@ -213,6 +213,7 @@ class JobSpec(Record):
     where: str | None = None  # rows for which this expression is false are `skipped`
     limit: int | None = None
     calibration: dict[str, float] = {}  # temperatures of the labels' probabilities, by path; see Calibration
+    refresh: bool = False  # ask again what an earlier job has answered
     format_version: int = FORMAT_VERSION
 
     @property
@@ -314,6 +315,8 @@ class RowResult(Record):
     num_output_tokens: int = 0
     seconds: float = 0.0
     first_token_s: float | None = None  # of the first try
+    content_key: str | None = None  # of its prompt: equal keys are equal questions; None: it was not asked
+    copied_from: str | None = None  # the job that asked the same before; None: it was asked for this row
 
 
 def short_hash(*parts: str, digits: int = 16) -> str:

@@ -20,8 +20,10 @@ from celery.worker import state
 
 from jobs.finish import try_finish
 from jobs.job import Job
+from jobs.ledger import keep_answers
 from jobs.queue import TASK_NAME
 from jobs.results import run_rows
+from jobs.reuse import read_known_rows, statuses_of
 from jobs.spill import open_spill
 from schemas.errors import EngineError, InputDataError, Interrupted, JobError, JobNotFound, NotFound, StoreError
 from schemas.records import Chunk, Completion, Constraint, Request, RowResult, RowStatus
@@ -154,6 +156,7 @@ class ChunkRun:
 
     def _generate(self) -> None:
         started_s = time.time()
+        known = read_known_rows(self._job, self._chunk.index)
         with closing(self._spill):
             rows = run_rows(
                 self._job,
@@ -164,18 +167,22 @@ class ChunkRun:
                 cancel=self._slot.pool.client.cancel,
                 reader=self._app.reader,
                 spill=self._spill,
+                known=statuses_of(self._job.spec, known),
             )
         self._app.on_hop("validated")
         provenance = self._slot.pool.machine.describe_run(started_s, rows)
-        self._commit(rows, parked=False, provenance=provenance)
-        log.info("chunk_done", rows=len(rows), seconds=round(time.time() - started_s, 3))
+        self._commit(rows, known=known, provenance=provenance)
+        seconds = round(time.time() - started_s, 3)
+        log.info("chunk_done", rows=self._chunk.num_rows, computed=len(rows), seconds=seconds)
 
     def _park(self, cause: str) -> None:
         log.error("chunk_parked", reason=cause)
-        done = self._spill.read()
+        done, known = self._spill.read(), read_known_rows(self._job, self._chunk.index)
         failed = failed_rows(self._chunk, f"the chunk was parked: {cause}")
+        statuses = statuses_of(self._job.spec, known)
+        rows = [done.get(row.row_index, row) for row in failed if row.row_index not in statuses]
         history = self._app.job_queue.deliveries(self._job.job_id, self._chunk.index)
-        self._commit([done.get(row.row_index, row) for row in failed], parked=True, history=history)
+        self._commit(rows, known=known, parked=True, history=history)
 
     def _commit(self, rows: list[RowResult], **how: Any) -> None:
         """Commit the part; ``how`` as for Job.commit_part."""
@@ -206,6 +213,7 @@ class ChunkRun:
         if not self._job.is_aborted() and (breach := self._app.watch.find_breach(self._job, running)) is not None:
             log.error("job_aborted", reason=breach)
             self._job.fail(breach, is_abort=True)
+            keep_answers(self._job)
 
 
 class Throttled:

@@ -158,6 +158,6 @@ def test_a_first_batch_of_nulls_has_the_same_schema_as_any_other() -> None:
     good = RowResult(row_index=0, status=RowStatus.OK, value={"a": 1}, raw='{"a": 1}', attempts=(attempt,))
     tables = [results_table(spec, 0, rows, "1") for rows in ([], [failed], [good])]
     assert tables[0].schema == tables[1].schema == tables[2].schema
-    assert [field.name for field in tables[0].schema][1:] == [field.name for field in result_fields(spec)]
+    assert [field.name for field in tables[0].schema][2:] == [field.name for field in result_fields(spec)]
     assert tables[1]["label_error"].to_pylist() == ["half \\ud800"]
     assert tables[2]["label_meta"].to_pylist()[0]["attempt_log"][0]["seed"] == 2**62

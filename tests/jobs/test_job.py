@@ -142,7 +142,7 @@ def test_a_part_that_was_swapped_or_changed_is_refused(tmp_path: Path, store: St
     with pytest.raises(JobError, match=r"part-00000\.parquet cannot be used: it holds Chunk"):
         Job.open(store, job.job_id).read_part(0)
     table = pq.read_table(pa.py_buffer(parts[0]))
-    changed = table.set_column(1, "label", pa.array(["no"] * 4))
+    changed = table.set_column(table.schema.get_field_index("label"), "label", pa.array(["no"] * 4))
     sink = pa.BufferOutputStream()
     pq.write_table(changed.replace_schema_metadata({INFO_KEY: table.schema.metadata[INFO_KEY]}), sink)
     replace(job.store, part_key(0), sink.getvalue().to_pybytes())

@@ -356,7 +356,8 @@ def test_equal_questions_of_a_chunk_are_asked_once_and_all_answered(
     assert engine.num_asked == 6  # five texts, of which "answer 3" is cut off once
     for row in rows:
         twin = next(other for other in rows if other.value == row.value)
-        assert msgspec.structs.replace(row, row_index=twin.row_index) == twin
+        assert msgspec.structs.replace(row, row_index=twin.row_index, copied_from=twin.copied_from) == twin
+    assert sum(row.copied_from is None and row.value is not None for row in rows) == 5
 
 
 @pytest.mark.parametrize("window", [1, 3, 100])

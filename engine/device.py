@@ -14,6 +14,8 @@ from schemas.settings import EngineSettings
 GIB = 2**30
 ALIGNMENT_BYTES = 16
 CPU_KV_CACHE_GIB = 2.0
+BLOCK_SIZE = 16
+LATENT_BLOCK_SIZE = 64  # FlashMLA's page
 GPU_MEMORY_FRACTION = 0.9  # of what is free once the weights are loaded; activations and logits live in the rest
 
 
@@ -24,6 +26,7 @@ class EngineSizes:
     max_num_seqs: int
     max_num_batched_tokens: int
     kv_cache_bytes: int
+    block_size: int
 
 
 def select_device(settings: EngineSettings, rank: int = 0, num_ranks: int = 1) -> torch.device:
@@ -61,8 +64,11 @@ def _device_of_rank(first: int, rank: int, num_ranks: int) -> torch.device:
     return device
 
 
-def resolve_sizes(settings: EngineSettings, device: torch.device) -> EngineSizes:
-    """Fill in the sizes that settings leave at 0; call it after the weights are loaded."""
+def resolve_sizes(settings: EngineSettings, device: torch.device, *, has_latents: bool) -> EngineSizes:
+    """Fill in the sizes that settings leave at 0; call it after the weights are loaded.
+
+    ``has_latents``: attention caches latents, for which the fastest kernels want blocks of their own size.
+    """
     is_gpu = device.type == "cuda"
     if settings.kv_cache_gib:
         kv_cache_bytes = int(settings.kv_cache_gib * GIB)
@@ -74,6 +80,7 @@ def resolve_sizes(settings: EngineSettings, device: torch.device) -> EngineSizes
         max_num_seqs=settings.max_num_seqs or (512 if is_gpu else 64),
         max_num_batched_tokens=settings.max_num_batched_tokens or (8192 if is_gpu else 512),
         kv_cache_bytes=kv_cache_bytes,
+        block_size=settings.block_size or (LATENT_BLOCK_SIZE if is_gpu and has_latents else BLOCK_SIZE),
     )
 
 

@@ -87,7 +87,8 @@ class Engine:
 
     def __init__(self, model: ModelRef, settings: EngineSettings, parts: Parts | None = None) -> None:
         parts = parts or load_parts(model, settings)
-        spec, sizes = parts.model.spec, resolve_sizes(settings, parts.device)
+        spec = parts.model.spec
+        sizes = resolve_sizes(settings, parts.device, has_latents=spec.latent is not None)
         self.max_model_len = min(model.max_model_len, spec.max_position_embeddings)
         self.credits = max(256, 2 * sizes.max_num_seqs)  # the second half keeps the batch full across the pipe's delay
         self.device = str(parts.device)
@@ -103,7 +104,7 @@ class Engine:
         self._forced = ForcedText(parts.text)
         self._labels = Labels(parts.text, self.max_model_len)
         self._scheduler = Scheduler(
-            BlockPool(self._replica.num_blocks, settings.block_size, prefix_cache=settings.prefix_cache),
+            BlockPool(self._replica.num_blocks, sizes.block_size, prefix_cache=settings.prefix_cache),
             max_num_seqs=sizes.max_num_seqs,
             max_num_batched_tokens=sizes.max_num_batched_tokens,
         )

@@ -50,7 +50,7 @@ def make_replica(
     max_model_len: int,
 ) -> Replica:
     """Allocate the cache and record graphs. Raises EngineError if the longest sequence does not fit."""
-    block_size, blocks_per_sequence = settings.block_size, -(-max_model_len // settings.block_size)
+    block_size, blocks_per_sequence = sizes.block_size, -(-max_model_len // sizes.block_size)
     num_blocks = ranks.replica.smallest(sizes.kv_cache_bytes // model.cache_bytes_per_block(block_size))
     if num_blocks <= blocks_per_sequence:
         raise EngineError(

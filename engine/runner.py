@@ -99,6 +99,7 @@ def build_batch(
         query_lens=tuple(lens.tolist()),
         host_seq_lens=tuple(arrays["seq_lens"].tolist()),
         num_decodes=int(np.cumprod(lens == 1).sum()),
+        host_table=arrays["block_table"],
     )
     input_ids = tensors["input_ids"]
     if drawn is not None:

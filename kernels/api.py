@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
 
+import numpy as np
 from torch import Tensor
 
 
@@ -28,6 +29,7 @@ class AttentionBatch:
     query_lens: tuple[int, ...]  # on the host; empty in a recorded step of any runs, those without rows included
     host_seq_lens: tuple[int, ...]  # empty in a recorded step
     num_decodes: int  # sequences 0 .. num_decodes - 1 have one row each; the rest may have more
+    host_table: np.ndarray | None = None  # block_table on the host, where it is known there
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class UpProjection:
-    """From a latent to the heads' keys and values."""
+    """From a latent to the heads' keys and values; two views of one weight."""
 
+    both: Tensor  # [H * (D + Dv), R]: each head's keys before its values
     keys: Tensor  # [H, D, R]
     values: Tensor  # [H, Dv, R]
 
@@ -22,7 +23,7 @@ class UpProjection:
 def split_up_projection(weight: Tensor, num_heads: int, key_size: int) -> UpProjection:
     """Split kv_b_proj's weight [H * (D + Dv), R] by heads."""
     by_head = weight.unflatten(0, (num_heads, -1))
-    return UpProjection(by_head[:, :key_size].contiguous(), by_head[:, key_size:].contiguous())
+    return UpProjection(weight, by_head[:, :key_size], by_head[:, key_size:])
 
 
 def absorb(q: Tensor, q_rope: Tensor, up: UpProjection) -> Tensor:

@@ -77,5 +77,23 @@ def _open_triton(device: torch.device, dtype: torch.dtype) -> tuple[Kernels, tup
     return TritonKernels(device, dtype), (linear, fused)
 
 
-BACKENDS = (Backend("triton", _open_triton), Backend("reference", _open_reference, aliases=("torch",)))
+def _open_hopper(device: torch.device, dtype: torch.dtype) -> tuple[Kernels, tuple[Choice, ...]]:
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        raise BackendError(f"its libraries are built for compute capability 9.0 (H100, H200), not for {device}")
+    if dtype != torch.bfloat16:
+        raise BackendError(f"its libraries compute in bfloat16, not in {dtype}")
+    _, triton_choices = _open_triton(device, dtype)
+    from kernels.hopper import HopperKernels, load_libraries
+
+    libraries, choices = load_libraries()
+    if all(choice.backend == "triton" for choice in choices):
+        raise BackendError("; ".join(choice.reason for choice in choices))
+    return HopperKernels(device, dtype, libraries), (*choices, *triton_choices)
+
+
+BACKENDS = (
+    Backend("hopper", _open_hopper),
+    Backend("triton", _open_triton),
+    Backend("reference", _open_reference, aliases=("torch",)),
+)
 """In the order in which "auto" tries them: fastest first."""

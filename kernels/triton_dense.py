@@ -9,9 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels import triton_sampling
-from kernels.api import AttentionBatch, SamplingBatch
+from kernels import triton_mla, triton_moe, triton_sampling
+from kernels.api import AttentionBatch, Gate, SamplingBatch
 from kernels.reference import ReferenceKernels
+from kernels.reference_mla import UpProjection
+from kernels.reference_moe import PackedExperts
 
 PREFILL_TILE = 128  # query rows (token, head of the group) of one program
 MIXED_TILE = 64  # where most runs are short
@@ -26,15 +28,19 @@ class TritonKernels(ReferenceKernels):
 
     name = "triton"
 
+    def __init__(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(device, dtype)
+        self._expansion: tuple[AttentionBatch, triton_mla.Expansion | None] | None = None
+
     @property
     def unrecordable(self) -> frozenset[str]:
         """See Kernels.unrecordable."""
-        return super().unrecordable - {"attention"}
+        return frozenset()
 
     @property
     def decode_only(self) -> frozenset[str]:
         """See Kernels.decode_only."""
-        return super().decode_only - {"attention"}
+        return frozenset()
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See Kernels.rms_norm; x [N, width] or [N, heads, width] may be a view with a contiguous last dimension."""
@@ -101,6 +107,54 @@ class TritonKernels(ReferenceKernels):
         if num_decodes:
             _attend_decode(q, cache, out, batch, num_decodes, scale, window or 0)
         return out
+
+    def write_latent(self, cache: Tensor, slots: Tensor, latent: Tensor, k_rope: Tensor) -> None:
+        """See Kernels.write_latent."""
+        triton_mla.write_latent(cache, slots, latent, k_rope)
+
+    def latent_attention(
+        self, q: Tensor, q_rope: Tensor, cache: Tensor, batch: AttentionBatch, up: UpProjection, *, scale: float
+    ) -> Tensor:
+        """See Kernels.latent_attention."""
+        if self._expansion is None or self._expansion[0] is not batch:  # once a step, for all layers
+            self._expansion = batch, triton_mla.plan_expansion(batch, cache.shape[1], up)
+        expansion = self._expansion[1]
+        num_absorbed = batch.num_decodes if expansion else len(q)
+        out = q.new_empty(len(q), *up.values.shape[:2])
+        if num_absorbed:
+            first = slice(num_absorbed)
+            self.attend_absorbed(q[first], q_rope[first], cache, batch, up, scale=scale, out=out[first])
+        if expansion:
+            rest = slice(num_absorbed, None)
+            triton_mla.attend_expanded(q[rest], q_rope[rest], cache, batch, expansion, up, scale, out[rest])
+        return out
+
+    def attend_absorbed(
+        self,
+        q: Tensor,
+        q_rope: Tensor,
+        cache: Tensor,
+        batch: AttentionBatch,
+        up: UpProjection,
+        *,
+        scale: float,
+        out: Tensor,
+    ) -> None:
+        """Attend to latents for the first rows of ``batch``: all, or those of its decodes; into ``out`` [N, H, Dv]."""
+        absorbed = triton_mla.absorb(q, up)
+        triton_mla.project_values(triton_mla.attend_absorbed(absorbed, q_rope, cache, batch, scale), up, out)
+
+    def route(self, logits: Tensor, gate: Gate, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """See Kernels.route."""
+        return triton_moe.route(logits, gate, bias)
+
+    def experts_mlp(self, x: Tensor, weights: Tensor, experts: Tensor, packed: PackedExperts) -> Tensor:
+        """See Kernels.experts_mlp."""
+        num_experts = len(packed.down)
+        tiling = triton_moe.choose_tiling(experts.numel(), num_experts, x.dtype)
+        rows = triton_moe.sort_by_expert(experts, num_experts, tiling.rows)
+        inner = triton_moe.gated_linear(x, packed.gate_up, rows, tiling)
+        return triton_moe.combine(triton_moe.grouped_linear(inner, packed.down, rows, tiling), weights, rows)
 
     def apply_token_bitmask(self, logits: Tensor, bitmask: Tensor) -> None:
         """See Kernels.apply_token_bitmask."""

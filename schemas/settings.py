@@ -38,7 +38,7 @@ class EngineSettings(Section):
     expert_parallel: int = Field(default=1, ge=1)  # ranks that share a layer's experts
     tensor_parallel: int = Field(default=1, ge=1)  # ranks that share each weight matrix
     context_parallel: int = Field(default=1, ge=1)  # ranks that share the rows of a prefill
-    block_size: int = Field(default=16, ge=1)  # tokens per KV block
+    block_size: int = Field(default=0, ge=0)  # tokens per KV block; 0: 16, or 64 for latent attention on a GPU
     kv_cache_gib: float = Field(default=0.0, ge=0)  # 0: 0.9 of free GPU memory; 2 GiB on the CPU
     max_num_seqs: int = Field(default=0, ge=0)  # sequences in a batch; 0: 64 on the CPU, 512 on a GPU
     max_num_batched_tokens: int = Field(default=0, ge=0)  # rows of a step; 0: 512 on the CPU, 8192 on a GPU

@@ -35,7 +35,7 @@ class HashModel:
     is_recordable = False
 
     def __init__(self, max_position_embeddings: int = 4096, favourites: Iterable[int] = (), boost: float = 3.0) -> None:
-        self.spec = SimpleNamespace(vocab_size=VOCAB_SIZE, max_position_embeddings=max_position_embeddings)
+        self.spec = SimpleNamespace(vocab_size=VOCAB_SIZE, max_position_embeddings=max_position_embeddings, latent=None)
         self.num_rows: list[int] = []
         self.preference = torch.zeros(VOCAB_SIZE)
         self.preference[list(favourites)] = boost

@@ -43,7 +43,8 @@ def result_line(job: Job, row: Mapping[str, Any], number: int) -> dict[str, Any]
 
     A truncated answer is one that ended by its length, as the API has it: its text need not be valid.
     """
-    label, raw, status, error, meta = (row[name] for name in output_names(job.spec.output_column))
+    names = output_names(job.spec.output_column)
+    status, raw, error, meta = (row[name] for name in (names.status, names.raw, names.error, names.meta))
     identity = short_hash(job.job_id, str(number), digits=24)
     line = {"id": f"batch_req_{identity}", "custom_id": row.get("custom_id"), "response": None, "error": None}
     if status in REFUSED:
@@ -54,7 +55,7 @@ def result_line(job: Job, row: Mapping[str, Any], number: int) -> dict[str, Any]
     text, url = row[job.spec.body_column or BODY], row.get("url")
     question = read_body(text, url)
     is_truncated = status == RowStatus.TRUNCATED
-    content, calls = (raw, ()) if is_truncated else _content_and_calls(question, label)
+    content, calls = (raw, ()) if is_truncated else _content_and_calls(question, row[names.label])
     answer = Answer(
         identity=identity,
         model=job.spec.model.name,

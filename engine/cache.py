@@ -84,7 +84,8 @@ class BlockPool:
 
     def num_free_in(self, blocks: Iterable[int]) -> int:
         """How many of the blocks are free, so that taking them uses up free blocks."""
-        return sum(block in self._free for block in blocks)
+        counts = self._ref_counts
+        return [counts[block] for block in blocks].count(0)
 
     def num_freed_by(self, blocks: Iterable[int]) -> int:
         """How many blocks become free when these, of several holders and with repeats, are released."""
@@ -92,9 +93,11 @@ class BlockPool:
 
     def take(self, blocks: Iterable[int]) -> None:
         """Add a holder to each block."""
-        for block in blocks:
-            self._ref_counts[block] += 1
-            self._free.pop(block, None)
+        counts = self._ref_counts
+        for block in blocks:  # of each row that is admitted: no calls for blocks that are in use
+            if counts[block] == 0:
+                del self._free[block]
+            counts[block] += 1
 
     def allocate(self, count: int) -> list[int]:
         """Hand out ``count`` blocks, least recently used first, forgetting what they stored."""
@@ -108,10 +111,11 @@ class BlockPool:
 
     def release(self, blocks: Iterable[int]) -> None:
         """Drop a holder from each of a sequence's blocks, given in order; the end of a prefix is forgotten first."""
+        counts = self._ref_counts
         for block in reversed(list(blocks)):
-            self._ref_counts[block] -= 1
-            assert self._ref_counts[block] >= 0, "released more often than taken"
-            if self._ref_counts[block] == 0:
+            counts[block] -= 1
+            assert counts[block] >= 0, "released more often than taken"
+            if counts[block] == 0:
                 self._free[block] = None
                 if block not in self._hash_by_block:
                     self._free.move_to_end(block, last=False)

@@ -10,6 +10,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import structlog
 import torch
@@ -28,7 +29,7 @@ from engine.scheduler import Scheduler
 from engine.stats import EngineStats
 from engine.text import Text
 from engine.topology import Topology
-from engine.types import Sequence, SequenceStatus
+from engine.types import Ids, Sequence, SequenceStatus
 from engine.weights import load_model
 from kernels.api import Choice, Kernels
 from kernels.select import BackendError, select_kernels
@@ -38,6 +39,9 @@ from schemas.records import Completion, Constraint, FinishReason, ModelRef, Requ
 from schemas.settings import EngineSettings
 
 log = structlog.get_logger()
+
+Prompt: TypeAlias = "array[int] | PromptError | TooLong"
+"""Token ids, or why there are none."""
 
 COMPILE_WAIT_S = 0.02
 """How long a step with nothing else to do waits for a grammar: short, because the caller reads its pipe in between."""
@@ -142,19 +146,29 @@ class Engine:
             unfinished = {sequence.request.constraint_key for sequence in self._sequences.values()}
             self._grammars.forget(unfinished | {constraint.key})
 
-    def add(self, request: Request) -> None:
-        """Queue a request. A bad one ends with a completion; only an id in flight already raises EngineError."""
-        if request.request_id in self._sequences:
-            raise EngineError(f"request {request.request_id!r} is in flight already")
+    def tokenize(self, request: Request) -> Prompt:
+        """Tokenise and check a prompt, or return what is wrong with it. May run in another thread than all the rest."""
         try:
             token_ids = array("q", self._text.encode_request(request, self.max_model_len - 1))
             self._check_prompt(request, token_ids)
-        except PromptError as error:
-            self._reject(request, FinishReason.ERROR, str(error))
+        except (PromptError, TooLong) as error:
+            return error
+        return token_ids
+
+    def add(self, request: Request, prompt: Prompt | None = None) -> None:
+        """Queue a request. A bad one ends with a completion; only an id in flight already raises EngineError.
+
+        ``prompt`` is what ``tokenize`` made of it, if that was done before.
+        """
+        if request.request_id in self._sequences:
+            raise EngineError(f"request {request.request_id!r} is in flight already")
+        token_ids = self.tokenize(request) if prompt is None else prompt
+        if isinstance(token_ids, PromptError):
+            self._reject(request, FinishReason.ERROR, str(token_ids))
             return
-        except TooLong as error:
-            limit = f"{error}, limit {self.max_model_len - 1} (max_model_len less one for the output)"
-            self._reject(request, FinishReason.PROMPT_TOO_LONG, limit, error.num_tokens)
+        if isinstance(token_ids, TooLong):
+            limit = f"{token_ids}, limit {self.max_model_len - 1} (max_model_len less one for the output)"
+            self._reject(request, FinishReason.PROMPT_TOO_LONG, limit, token_ids.num_tokens)
             return
         num_prompt = len(token_ids)
         max_tokens = min(request.sampling.max_tokens, self.max_model_len - num_prompt)
@@ -254,7 +268,7 @@ class Engine:
         if sequence.matcher and not sequence.matcher.accept(token_id):
             return f"the grammar refuses token {token_id}, which its mask allowed"
         sequence.note_drawn()
-        self._record(sequence, token_id, logprob)
+        self._record(sequence, (token_id,), (logprob,))
         return None
 
     def _force(self, sequence: Sequence) -> FinishReason | None:
@@ -262,17 +276,18 @@ class Engine:
         if not (sequence.request.sampling.force_text and sequence.matcher):
             return None
         limit = sequence.max_tokens - sequence.num_output
-        for token_id in self._forced.advance(sequence.matcher, sequence.token_ids, limit):
-            self._record(sequence, token_id, 0.0)
-            self.stats.num_forced_tokens += 1
+        if not (forced := self._forced.advance(sequence.matcher, sequence.token_ids, limit)):
+            return None
+        self._record(sequence, forced, (0.0,) * len(forced))
+        self.stats.num_forced_tokens += len(forced)
         return self._finish_reason(sequence)
 
-    def _record(self, sequence: Sequence, token_id: int, logprob: float) -> None:
-        sequence.token_ids.append(token_id)
-        sequence.logprobs.append(logprob)
+    def _record(self, sequence: Sequence, token_ids: Ids, logprobs: Iterable[float]) -> None:
+        sequence.token_ids.extend(token_ids)
+        sequence.logprobs.extend(logprobs)
         if sequence.detokenizer:
-            sequence.text += sequence.detokenizer.push(token_id)
-        self.stats.num_output_tokens += 1
+            sequence.text += "".join(map(sequence.detokenizer.push, token_ids))
+        self.stats.num_output_tokens += len(token_ids)
 
     def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
         """Whether the last token is the end, and why."""
@@ -299,7 +314,7 @@ class Engine:
             if sequence.matcher is None:
                 self._awaiting_grammar[key].append(sequence)
                 return
-            if reason := self._force(sequence):
+            if reason := self._finish_reason(sequence) or self._force(sequence):
                 self._finish(sequence, reason)
                 return
         self._scheduler.add(sequence)

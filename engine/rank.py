@@ -14,7 +14,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import msgspec
 import structlog
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 
 HEARTBEAT_INTERVAL_S = 1.0
 RECEIVE_BYTES = 2**20
+SWITCH_INTERVAL_S = 0.0005  # a burst of frames must not hold up the loop for the interpreter's 5 ms at a time
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 log = structlog.get_logger(__name__)
@@ -68,14 +70,34 @@ class EngineLike(Protocol):
     @property
     def stats(self) -> EngineStats: ...
     def add_constraint(self, constraint: Constraint) -> None: ...
-    def add(self, request: Request) -> None: ...
+    def tokenize(self, request: Request) -> Any: ...
+    def add(self, request: Request, prompt: Any = None) -> None: ...
     def cancel(self, request_ids: Iterable[str]) -> None: ...
     def has_work(self) -> bool: ...
     def step(self) -> list[Completion]: ...
 
 
 MakeEngine = Callable[[ModelRef, EngineSettings], EngineLike]
-Inbox = queue.SimpleQueue[ClientFrame | EngineError]
+Inbox = queue.SimpleQueue["Received"]
+
+
+@dataclass
+class Reader:
+    """What the reading thread shares with the loop: where frames go, and who tokenises prompts before they go there."""
+
+    inbox: Inbox
+    engine: EngineLike | None = None
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """A Submit frame whose prompts are tokenised; None where that must be tried again."""
+
+    requests: tuple[Request, ...]
+    prompts: tuple[Any, ...]
+
+
+Received = ClientFrame | Arrivals | EngineError
 
 
 def main(fd: int, make_engine: MakeEngine | None = None) -> NoReturn:
@@ -84,14 +106,16 @@ def main(fd: int, make_engine: MakeEngine | None = None) -> NoReturn:
     _configure_logging()
     os.set_inheritable(fd, False)  # a compiler that the engine starts must not hold the pipe open
     sock = socket.socket(fileno=fd)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     inbox: Inbox = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(sock, inbox), name="rank-reader", daemon=True).start()
+    reader = Reader(inbox)
+    threading.Thread(target=_read, args=(sock, reader), name="rank-reader", daemon=True).start()
 
     def send(frame: RankFrame) -> None:
         sock.sendall(pack(frame))
 
     try:
-        _serve(_load(inbox, send, make_engine or _make_engine), inbox, send)
+        _serve(_load(reader, send, make_engine or _make_engine), inbox, send)
     except ConnectionError:
         pass  # the worker is gone
     except Exception as error:  # one of the three boundaries: the client reports the cause
@@ -102,8 +126,8 @@ def main(fd: int, make_engine: MakeEngine | None = None) -> NoReturn:
     _exit(1)
 
 
-def _load(inbox: Inbox, send: Callable[[RankFrame], None], make_engine: MakeEngine) -> EngineLike:
-    start = _checked(inbox.get())
+def _load(reader: Reader, send: Callable[[RankFrame], None], make_engine: MakeEngine) -> EngineLike:
+    start = _checked(reader.inbox.get())
     if not isinstance(start, Start):
         raise EngineError(f"the first frame must be Start, not {type(start).__name__}")
     if start.protocol_version != PROTOCOL_VERSION:
@@ -113,6 +137,7 @@ def _load(inbox: Inbox, send: Callable[[RankFrame], None], make_engine: MakeEngi
         )
     send(Heartbeat(phase="loading"))
     engine = make_engine(start.model, EngineSettings.model_validate(start.engine))
+    reader.engine = engine
     kernels = tuple((choice.operation, choice.backend, choice.reason) for choice in engine.choices)
     send(
         Hello(
@@ -141,7 +166,7 @@ def _serve(engine: EngineLike, inbox: Inbox, send: Callable[[RankFrame], None]) 
             send(_heartbeat(engine))
 
 
-def _take(inbox: Inbox, wait_s: float) -> list[ClientFrame]:
+def _take(inbox: Inbox, wait_s: float) -> list[ClientFrame | Arrivals]:
     """All frames that are there, after waiting at most ``wait_s`` for the first."""
     frames = []
     try:
@@ -152,17 +177,17 @@ def _take(inbox: Inbox, wait_s: float) -> list[ClientFrame]:
         return frames
 
 
-def _checked(received: ClientFrame | EngineError) -> ClientFrame:
+def _checked(received: Received) -> ClientFrame | Arrivals:
     if isinstance(received, EngineError):
         raise received
     return received
 
 
-def _apply(engine: EngineLike, frame: ClientFrame) -> None:
+def _apply(engine: EngineLike, frame: ClientFrame | Arrivals) -> None:
     match frame:
-        case Submit(requests=requests):
-            for request in requests:
-                engine.add(request)
+        case Arrivals(requests=requests, prompts=prompts):
+            for request, prompt in zip(requests, prompts, strict=True):
+                engine.add(request, prompt)
         case AddConstraint(constraint=constraint):
             engine.add_constraint(constraint)
         case Cancel(request_ids=request_ids):
@@ -192,7 +217,7 @@ def _fatal(error: Exception) -> Fatal:
     return Fatal(kind="EngineError", message=f"{kind}: {error}")
 
 
-def _read(sock: socket.socket, inbox: Inbox) -> None:
+def _read(sock: socket.socket, reader: Reader) -> None:
     """Move frames to the inbox; end the process at EOF or Stop, whatever the main thread is doing."""
     buffer = FrameBuffer()
     try:
@@ -201,12 +226,26 @@ def _read(sock: socket.socket, inbox: Inbox) -> None:
                 frame = decode_client_frame(body)
                 if isinstance(frame, Stop):
                     _exit(0)
-                inbox.put(frame)
+                if isinstance(frame, Submit) and reader.engine:
+                    reader.inbox.put(_tokenize(reader.engine, frame.requests))
+                else:
+                    reader.inbox.put(frame)
     except (EngineError, msgspec.MsgspecError) as error:
-        inbox.put(EngineError(f"unreadable frame from the worker (protocol {PROTOCOL_VERSION}): {error}"))
+        reader.inbox.put(EngineError(f"unreadable frame from the worker (protocol {PROTOCOL_VERSION}): {error}"))
         while _receive(sock):  # what follows a broken frame means nothing
             pass
     _exit(1)
+
+
+def _tokenize(engine: EngineLike, requests: tuple[Request, ...]) -> Arrivals:
+    """Tokenise while the loop's thread plans and launches: the tokenizer is native and runs beside it."""
+    prompts: list[Any] = []
+    for request in requests:
+        try:
+            prompts.append(engine.tokenize(request))
+        except Exception:  # noqa: BLE001 - it comes again in the loop's thread, which reports it
+            prompts.append(None)
+    return Arrivals(requests, tuple(prompts))
 
 
 def _receive(sock: socket.socket) -> bytes:

@@ -7,7 +7,7 @@ E experts, K experts of a row, X rows sorted by expert, I inner size. Knows noth
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -30,6 +30,14 @@ class AttentionBatch:
     host_seq_lens: tuple[int, ...]  # empty in a recorded step
     num_decodes: int  # sequences 0 .. num_decodes - 1 have one row each; the rest may have more
     host_table: np.ndarray | None = None  # block_table on the host, where it is known there
+
+
+class HeadNorms(NamedTuple):
+    """Norms over each head of queries and keys, before they are rotated: weights [D]."""
+
+    q: Tensor
+    k: Tensor
+    eps: float
 
 
 @dataclass(frozen=True)
@@ -143,8 +151,13 @@ class Kernels(Protocol):
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Return (rms_norm(x + residual), x + residual); either input may be overwritten."""
 
-    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate halves (not interleaved pairs) of q [N, H, D] and k [N, G, D] by cos, sin [N, D] (RoFormer)."""
+    def rotary(
+        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Rotate halves (not interleaved pairs) of q [N, H, D] and k [N, G, D] by cos, sin [N, D] (RoFormer).
+
+        With ``norms``, each head goes through ``rms_norm`` first.
+        """
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """``gate_up`` [N, 2I] -> silu(first half) * second half: [N, I]."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.api import AttentionBatch, ExpertRows, Gate, SamplingBatch
+from kernels.api import AttentionBatch, ExpertRows, Gate, HeadNorms, SamplingBatch
 from kernels.reference_mla import UpProjection, absorb, attend_rows, project_values, split_up_projection
 from kernels.reference_moe import PackedExperts, combine, grouped_linear, route, sort_by_expert
 from kernels.sampling import sample
@@ -112,8 +112,12 @@ class ReferenceKernels:
         residual = residual.add_(x)
         return self.rms_norm(residual, weight, eps), residual
 
-    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def rotary(
+        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None = None
+    ) -> tuple[Tensor, Tensor]:
         """See Kernels.rotary."""
+        if norms:
+            q, k = self.rms_norm(q, norms.q, norms.eps), self.rms_norm(k, norms.k, norms.eps)
         return _rotate(q, cos, sin), _rotate(k, cos, sin)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:

@@ -10,14 +10,14 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import triton_mla, triton_moe, triton_sampling
-from kernels.api import AttentionBatch, Gate, SamplingBatch
+from kernels.api import AttentionBatch, Gate, HeadNorms, SamplingBatch
 from kernels.reference import ReferenceKernels
 from kernels.reference_mla import UpProjection
 from kernels.reference_moe import PackedExperts
 
 PREFILL_TILE = 128  # query rows (token, head of the group) of one program
-MIXED_TILE = 64  # where most runs are short
-KEY_TILE = 64
+PREFILL_KEYS, PREFILL_WARPS, PREFILL_STAGES = 64, 8, 2
+DECODE_KEYS, DECODE_WARPS, DECODE_STAGES = 64, 4, 3
 DECODE_ROWS = 16  # smallest tile of the tensor cores: the heads of one group, padded
 NUM_PROGRAMS = 264  # two per streaming multiprocessor of an H100 or H200: decode splits keys until it has so many
 MAX_SPLITS = 16
@@ -61,16 +61,20 @@ class TritonKernels(ReferenceKernels):
             _add_rms_norm[(rows,)](x, residual, weight, width, eps, BLOCK=triton.next_power_of_2(width))
         return x, residual
 
-    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def rotary(
+        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None = None
+    ) -> tuple[Tensor, Tensor]:
         """See Kernels.rotary."""
         rows, heads, size = q.shape
         q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device)
         if rows:
             total = heads + k.shape[1]
+            q_weight, k_weight, eps = norms or (cos, cos, 0.0)
             _rotary[(rows,)](
-                q, k, q_out, k_out, cos, sin, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
-                heads, k.shape[1], HALF=size // 2, HEADS=triton.next_power_of_2(total),
+                q, k, q_out, k_out, cos, sin, q_weight, k_weight, eps,
+                q.stride(0), q.stride(1), k.stride(0), k.stride(1), heads, k.shape[1],
+                HALF=size // 2, HEADS=triton.next_power_of_2(total), HAS_NORMS=norms is not None,
             )  # fmt: skip
         return q_out, k_out
 
@@ -182,8 +186,7 @@ def _attend_runs(
     _, num_heads, head_size = q.shape
     block_size, kv_heads = cache.shape[2], cache.shape[3]
     group = triton.next_power_of_2(num_heads // kv_heads)
-    tile_rows = MIXED_TILE if is_mixed else PREFILL_TILE
-    tile_tokens = max(1, tile_rows // group)
+    tile_tokens = max(1, PREFILL_TILE // group)
     first, last = seqs
     num_tiles = (q.shape[0] - first) // tile_tokens + (last - first)
     _paged_attention[(num_tiles, kv_heads, 1)](
@@ -191,8 +194,9 @@ def _attend_runs(
         scale * 1.4426950408889634, batch.block_table.stride(0), cache.stride(0), first, last,
         KV_HEADS=kv_heads, REAL_GROUP=num_heads // kv_heads, GROUP=group, HEAD=head_size,
         HEAD_PAD=triton.next_power_of_2(head_size), BLOCK_SIZE=block_size, TILE_TOKENS=tile_tokens,
-        TILE_ROWS=max(DECODE_ROWS, tile_tokens * group), TILE_KEYS=KEY_TILE, WINDOW=window, SPLITS=1, IS_DECODE=False,
-        SKIPPED_LEN=int(is_mixed), num_warps=8 if head_size >= 128 and tile_rows >= 128 else 4, num_stages=2,
+        TILE_ROWS=max(DECODE_ROWS, tile_tokens * group), TILE_KEYS=PREFILL_KEYS, WINDOW=window, SPLITS=1,
+        IS_DECODE=False, SKIPPED_LEN=int(is_mixed),
+        num_warps=PREFILL_WARPS if head_size >= 128 else 4, num_stages=PREFILL_STAGES,
     )  # fmt: skip
 
 
@@ -211,8 +215,8 @@ def _attend_decode(
         scale * 1.4426950408889634, batch.block_table.stride(0), cache.stride(0), 0, num_seqs,
         KV_HEADS=kv_heads, REAL_GROUP=num_heads // kv_heads, GROUP=group, HEAD=head_size,
         HEAD_PAD=triton.next_power_of_2(head_size), BLOCK_SIZE=block_size, TILE_TOKENS=1,
-        TILE_ROWS=max(DECODE_ROWS, group), TILE_KEYS=KEY_TILE, WINDOW=window, SPLITS=splits, IS_DECODE=True,
-        SKIPPED_LEN=0, num_warps=4, num_stages=3,
+        TILE_ROWS=max(DECODE_ROWS, group), TILE_KEYS=DECODE_KEYS, WINDOW=window, SPLITS=splits, IS_DECODE=True,
+        SKIPPED_LEN=0, num_warps=DECODE_WARPS, num_stages=DECODE_STAGES,
     )  # fmt: skip
     if splits > 1:
         _merge_splits[(num_seqs, num_heads)](
@@ -280,29 +284,20 @@ def _paged_attention(
     best = tl.full([TILE_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([TILE_ROWS], tl.float32)
     acc = tl.zeros([TILE_ROWS, HEAD_PAD], tl.float32)
-    for key_start in range(first_key, last_key, TILE_KEYS):
-        keys = key_start + tl.arange(0, TILE_KEYS)
-        is_key = keys < last_key
-        blocks = tl.load(block_table + seq * table_stride + keys // BLOCK_SIZE, mask=is_key, other=0)
-        offsets = ((blocks * BLOCK_SIZE + keys % BLOCK_SIZE) * KV_HEADS + kv_head) * HEAD
-        k = tl.load(cache + offsets[None, :] + dims[:, None], mask=is_key[None, :] & (dims < HEAD)[:, None], other=0.0)
-        scores = tl.dot(query, k, input_precision="ieee") * scale_log2
-        visible = is_key[None, :] & (keys[None, :] <= query_positions[:, None])
-        if WINDOW > 0:
-            visible = visible & (keys[None, :] > query_positions[:, None] - WINDOW)
-        scores = tl.where(visible, scores, float("-inf"))
-        new_best = tl.maximum(best, tl.max(scores, 1))
-        safe_best = tl.where(new_best == float("-inf"), 0.0, new_best)
-        probs = tl.exp2(scores - safe_best[:, None])
-        rescale = tl.exp2(best - safe_best)
-        total = total * rescale + tl.sum(probs, 1)
-        v = tl.load(
-            cache + value_offset + offsets[:, None] + dims[None, :],
-            mask=is_key[:, None] & (dims < HEAD)[None, :],
-            other=0.0,
-        )
-        acc = acc * rescale[:, None] + tl.dot(probs.to(v.dtype), v, input_precision="ieee")
-        best = new_best
+    table = block_table + seq * table_stride
+    cache_head = cache + kv_head * HEAD
+    masked_from = first_key
+    if WINDOW == 0:  # keys that every row sees need no comparisons
+        num_seen = tl.minimum(context + first_token + 1, last_key) - first_key
+        masked_from = first_key + tl.maximum(num_seen, 0) // TILE_KEYS * TILE_KEYS
+        acc, total, best = _attend_keys(
+            acc, total, best, query, query_positions, cache_head, table, value_offset, scale_log2,
+            first_key, masked_from, last_key, KV_HEADS, HEAD, HEAD_PAD, BLOCK_SIZE, TILE_KEYS, WINDOW, False,
+        )  # fmt: skip
+    acc, total, best = _attend_keys(
+        acc, total, best, query, query_positions, cache_head, table, value_offset, scale_log2,
+        masked_from, last_key, last_key, KV_HEADS, HEAD, HEAD_PAD, BLOCK_SIZE, TILE_KEYS, WINDOW, True,
+    )  # fmt: skip
 
     store_mask = is_row[:, None] & (dims < HEAD)[None, :]
     if SPLITS == 1:
@@ -313,6 +308,48 @@ def _paged_attention(
         mean = tl.where(total[:, None] > 0, acc / total[:, None], 0.0)
         tl.store(partial + split_rows[:, None] * HEAD + dims[None, :], mean, mask=store_mask)
         tl.store(weight + split_rows, tl.where(total > 0, best + tl.log2(total), float("-inf")), mask=is_row)
+
+
+@triton.jit
+def _attend_keys(
+    acc, total, best, query, query_positions, cache_head, table, value_offset, scale_log2, start, end, last_key,
+    KV_HEADS: tl.constexpr, HEAD: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    TILE_KEYS: tl.constexpr, WINDOW: tl.constexpr, IS_MASKED: tl.constexpr,
+):  # fmt: skip
+    """Go on with an online softmax over the keys start .. end - 1."""
+    dims = tl.arange(0, HEAD_PAD)
+    for key_start in range(start, end, TILE_KEYS):
+        keys = key_start + tl.arange(0, TILE_KEYS)
+        is_key = keys < last_key
+        blocks = tl.load(table + keys // BLOCK_SIZE, mask=is_key, other=0)
+        offsets = (blocks * BLOCK_SIZE + keys % BLOCK_SIZE) * (KV_HEADS * HEAD)
+        k_at, v_at = offsets[None, :] + dims[:, None], value_offset + offsets[:, None] + dims[None, :]
+        if IS_MASKED:
+            k = tl.load(cache_head + k_at, mask=is_key[None, :] & (dims < HEAD)[:, None], other=0.0)
+        elif HEAD_PAD > HEAD:
+            k = tl.load(cache_head + k_at, mask=(dims < HEAD)[:, None], other=0.0)
+        else:
+            k = tl.load(cache_head + k_at)
+        scores = tl.dot(query, k, input_precision="ieee") * scale_log2
+        if IS_MASKED:
+            visible = is_key[None, :] & (keys[None, :] <= query_positions[:, None])
+            if WINDOW > 0:
+                visible = visible & (keys[None, :] > query_positions[:, None] - WINDOW)
+            scores = tl.where(visible, scores, float("-inf"))
+        new_best = tl.maximum(best, tl.max(scores, 1))
+        safe_best = tl.where(new_best == float("-inf"), 0.0, new_best)
+        probs = tl.exp2(scores - safe_best[:, None])
+        rescale = tl.exp2(best - safe_best)
+        total = total * rescale + tl.sum(probs, 1)
+        if IS_MASKED:
+            v = tl.load(cache_head + v_at, mask=is_key[:, None] & (dims < HEAD)[None, :], other=0.0)
+        elif HEAD_PAD > HEAD:
+            v = tl.load(cache_head + v_at, mask=(dims < HEAD)[None, :], other=0.0)
+        else:
+            v = tl.load(cache_head + v_at)
+        acc = tl.dot(probs.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
+        best = new_best
+    return acc, total, best
 
 
 @triton.jit
@@ -361,21 +398,9 @@ def _add_rms_norm(x, residual, weight, width, eps, BLOCK: tl.constexpr):
 
 @triton.jit
 def _rotary(
-    q,
-    k,
-    q_out,
-    k_out,
-    cos,
-    sin,
-    q_row,
-    q_head,
-    k_row,
-    k_head,
-    q_heads,
-    k_heads,
-    HALF: tl.constexpr,
-    HEADS: tl.constexpr,
-):
+    q, k, q_out, k_out, cos, sin, q_weight, k_weight, eps, q_row, q_head, k_row, k_head, q_heads, k_heads,
+    HALF: tl.constexpr, HEADS: tl.constexpr, HAS_NORMS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0)
     heads, dims = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
     is_query, is_head = heads < q_heads, heads < q_heads + k_heads
@@ -386,6 +411,12 @@ def _rotary(
     source = tl.where(is_query, source_q, source_k)
     first = tl.load(source, mask=is_head, other=0.0).to(tl.float32)
     second = tl.load(source + HALF, mask=is_head, other=0.0).to(tl.float32)
+    if HAS_NORMS:  # with the roundings of rms_norm
+        scale = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF) + eps)[:, None]
+        weight = tl.where(is_query, q_weight + dims, k_weight + dims)
+        dtype = q_out.dtype.element_ty
+        first = ((first * scale).to(dtype) * tl.load(weight)).to(tl.float32)
+        second = ((second * scale).to(dtype) * tl.load(weight + HALF)).to(tl.float32)
     target_q = q_out + (row * q_heads + heads) * 2 * HALF + dims
     target_k = k_out + (row * k_heads + heads - q_heads) * 2 * HALF + dims
     target = tl.where(is_query, target_q, target_k)

@@ -10,7 +10,7 @@ from engine.dist import Group
 from engine.models import WeightSource
 from engine.models.layers import load_linear, pack_fused
 from engine.models.spec import ModelSpec
-from kernels.api import AttentionBatch, Kernels
+from kernels.api import AttentionBatch, HeadNorms, Kernels
 
 
 class GroupedAttention:
@@ -23,11 +23,13 @@ class GroupedAttention:
         qkv = [load_linear(source, prefix + name, has_bias=spec.qkv_bias) for name in ("q_proj", "k_proj", "v_proj")]
         self._kernels, self._context = kernels, context or Group()
         self._qkv = pack_fused(kernels, qkv)
-        self._q_norm = source.get(prefix + "q_norm.weight") if spec.qk_norm else None
-        self._k_norm = source.get(prefix + "k_norm.weight") if spec.qk_norm else None
+        self._norms = None
+        if spec.qk_norm:
+            q_weight, k_weight = (source.get(f"{prefix}{side}_norm.weight") for side in "qk")
+            self._norms = HeadNorms(q_weight, k_weight, spec.rms_norm_eps)
         self.output = pack_fused(kernels, [load_linear(source, prefix + "o_proj", has_bias=spec.output_bias)])
         self._window = spec.layer_windows[index]
-        self._num_kv_heads, self._head_dim, self._eps = spec.num_kv_heads, spec.head_dim, spec.rms_norm_eps
+        self._num_kv_heads, self._head_dim = spec.num_kv_heads, spec.head_dim
         self._sizes = [heads * spec.head_dim for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]
 
     def cache_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
@@ -39,10 +41,7 @@ class GroupedAttention:
         kernels = self._kernels
         parts = kernels.linear(hidden, self._qkv).split(self._sizes, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self._head_dim)) for part in parts)
-        if self._q_norm is not None and self._k_norm is not None:
-            q = kernels.rms_norm(q, self._q_norm, self._eps)
-            k = kernels.rms_norm(k, self._k_norm, self._eps)
-        q, k = kernels.rotary(q, k, *cos_sin)
+        q, k = kernels.rotary(q, k, *cos_sin, self._norms)
         k, v = (self._context.gather(side, len(batch.slots)) for side in (k, v))
         kernels.write_kv(cache, batch.slots, k, v)
         return kernels.attention(q, cache, batch, scale=self._head_dim**-0.5, window=self._window).flatten(1)

@@ -58,7 +58,11 @@ class FakeEngine:
     def add_constraint(self, constraint: Constraint) -> None:
         self._constraints[constraint.key] = constraint
 
-    def add(self, request: Request) -> None:
+    def tokenize(self, request: Request) -> str:
+        return request.request_id
+
+    def add(self, request: Request, prompt: object = None) -> None:
+        assert prompt == request.request_id, "prompts are tokenised as they arrive"
         if request.constraint_key and request.constraint_key not in self._constraints:
             raise KeyError(f"unknown constraint {request.constraint_key}")
         assert len(self._running) < self.credits, "more requests than credits"

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.api import AttentionBatch
+from kernels.api import AttentionBatch, HeadNorms
 from kernels.reference import ReferenceKernels
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -63,7 +63,9 @@ def test_rotary_and_swiglu_equal_the_reference(dtype: torch.dtype) -> None:
 
     def pointwise(kernels: Any, kind: torch.dtype) -> tuple[Tensor, ...]:
         q, k = (part.unflatten(-1, (-1, 32)) for part in fused.to(kind).split([160, 64], dim=-1))
-        rotated = kernels.rotary(q, k, angles.cos().to(kind), angles.sin().to(kind))
+        cos_sin = angles.cos().to(kind), angles.sin().to(kind)
+        norms = HeadNorms(draw(32, seed=7).to(kind), draw(32, seed=8).to(kind), 1e-5)
+        rotated = *kernels.rotary(q, k, *cos_sin), *kernels.rotary(q, k, *cos_sin, norms)
         return *rotated, kernels.silu_mul(fused.to(kind))
 
     both(dtype, pointwise)

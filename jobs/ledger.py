@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import structlog
 
-from jobs.arrow_types import META_TYPE, OutputNames, key_column, label_column, output_names, result_fields
+from jobs.arrow_types import OutputNames, key_column, label_column, output_names, result_fields, with_origin
 from jobs.job import Job
 from jobs.store import Store
 from schemas.errors import AlreadyExists, NotFound, StoreError
@@ -153,7 +153,7 @@ class LedgerWriter:
             return
         high, low = _split_keys(b"".join(part[key].to_pylist()))
         columns = {name: part[names[name]] for name in COLUMNS}
-        columns["meta"] = _with_origin(part[names["meta"]].combine_chunks(), self._job.job_id)
+        columns["meta"] = with_origin(part[names["meta"]].combine_chunks(), self._job.job_id)
         self._held.append(pa.table({KEYS[0]: high, KEYS[1]: low, **columns}))
         self._chunks.append(chunk_index)
         if sum(table.nbytes for table in self._held) >= SEGMENT_BYTES:
@@ -258,12 +258,6 @@ def _list_segments(store: Store) -> list[str]:
 def _answer_schema(spec: JobSpec) -> pa.Schema:
     types = dict(zip(OutputNames._fields, (field.type for field in result_fields(spec)), strict=True))
     return pa.schema([pa.field(name, types[name]) for name in COLUMNS])
-
-
-def _with_origin(meta: pa.StructArray, job_id: str) -> pa.StructArray:
-    arrays = [meta.field(field.name) for field in META_TYPE]
-    arrays[META_TYPE.get_field_index("copied_from")] = pa.array([job_id] * len(meta), pa.string())
-    return pa.StructArray.from_arrays(arrays, fields=list(META_TYPE))
 
 
 def _conform(table: pa.Table, schema: pa.Schema) -> pa.Table:

@@ -9,7 +9,7 @@ import queue
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -68,9 +68,9 @@ def run_rows(
     cancel: Callable[[list[str]], None] = lambda request_ids: None,
     reader: ChunkReader | None = None,
     spill: Spill | None = None,
-    known: Mapping[int, RowStatus] | None = None,
+    skip: Collection[int] = (),
 ) -> list[RowResult]:
-    """Label the rows of a chunk, in order, one result each, but for those whose answer is ``known``.
+    """Label the rows of a chunk, in order, one result each, but for those to ``skip``.
 
     ``submit`` may block while the engine is full. ``on_progress`` gets this chunk's counts, a few times a second.
     Pass one ``reader`` to all chunks of a worker, so that a row group is decoded once. Rows that ``spill`` has are not
@@ -84,11 +84,8 @@ def run_rows(
     def keep(row_index: int, request: Request, constraint: Constraint | None, error: str) -> None:
         keep_reproducer(job, chunk, row_index, request=request, constraint=constraint, error=error, reader=reader)
 
-    known = known or {}
-    num_known = Counter(known.values())
-    unknown = ((index, builder.build(row)) for index, row in enumerate(rows, chunk.start_row) if index not in known)
-    run = _ChunkRun(job, submit, cancel, spill, keep)
-    return run.run(unknown, is_cancelled, lambda counts: on_progress(num_known + Counter(counts)))
+    wanted = ((index, builder.build(row)) for index, row in enumerate(rows, chunk.start_row) if index not in skip)
+    return _ChunkRun(job, submit, cancel, spill, keep).run(wanted, is_cancelled, on_progress)
 
 
 class _Outcome(NamedTuple):

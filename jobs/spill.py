@@ -77,12 +77,12 @@ class Spill:
         self._buffer += [*self._doubtful, frame]  # it serves others: the failed rows are to blame
         self._doubtful.clear()
         if time.monotonic() >= self._flush_at_s:
-            self._flush()
+            self.flush()
 
     def close(self) -> None:
         """Write what is left, if there is a file: a chunk of less than ``flush_s`` is not worth one."""
         if self._file is not None:
-            self._flush()
+            self.flush()
             self._file.close()
             self._file = None
 
@@ -101,7 +101,8 @@ class Spill:
             log.warning("spill_unreadable", reason=str(error))
             return []
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Write what is left."""
         self._flush_at_s = time.monotonic() + self._flush_s
         frames, self._buffer = self._buffer, []
         if self._is_broken:

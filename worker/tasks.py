@@ -7,6 +7,7 @@ import os
 import socket
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import closing
@@ -23,7 +24,7 @@ from jobs.job import Job
 from jobs.ledger import keep_answers
 from jobs.queue import TASK_NAME
 from jobs.results import run_rows
-from jobs.reuse import read_known_rows, statuses_of
+from jobs.reuse import Known, read_known
 from jobs.spill import open_spill
 from schemas.errors import EngineError, InputDataError, Interrupted, JobError, JobNotFound, NotFound, StoreError
 from schemas.records import Chunk, Completion, Constraint, Request, RowResult, RowStatus
@@ -35,6 +36,13 @@ FLAG_INTERVAL_S = 2.0  # between looks at the job's cancel and pause files
 PROGRESS_INTERVAL_S = 1.0
 REST_S = 15.0
 """How long a slot rests after the store or the engine failed: no chunk's fault, and a full disk takes time to mend."""
+
+TWINS_REST_S = 1.0
+"""The same where a chunk waits for what earlier ones ask: other slots and workers are at it."""
+
+
+class Postponed(Exception):
+    """Rows of the chunk wait for another one; its own are kept."""
 
 
 @shared_task(bind=True, name=TASK_NAME, acks_late=True, ignore_result=True)  # type: ignore[untyped-decorator]
@@ -103,6 +111,7 @@ class ChunkRun:
         self._job_stop = Throttled(FLAG_INTERVAL_S, job.is_stopped)
         self._next_progress_s = 0.0
         self._has_submitted = False
+        self._num_known: Counter[RowStatus] = Counter()
 
     def run(self) -> bool:
         """Commit the chunk's part: True. False: the job was cancelled or paused meanwhile.
@@ -115,6 +124,10 @@ class ChunkRun:
         try:
             with self._slot.pool.admission.enter(alone=is_suspect, is_cancelled=self._is_cancelled):
                 self._run_counted()
+        except Postponed as error:
+            log.info("chunk_postponed", reason=str(error), rest_s=TWINS_REST_S)
+            self._slot.rest(TWINS_REST_S)
+            raise Reject(str(error), requeue=True) from error
         except Interrupted:
             if self._slot.is_stopping:
                 raise
@@ -144,7 +157,7 @@ class ChunkRun:
             return
         try:
             self._generate()
-        except (Interrupted, EngineError):
+        except (Interrupted, Postponed, EngineError):
             raise
         except BaseException as error:  # SystemExit and MemoryError too: they would leave the slot's message unsettled
             if isinstance(error, (StoreError, OSError)) and not isinstance(error, NotFound):
@@ -156,9 +169,28 @@ class ChunkRun:
 
     def _generate(self) -> None:
         started_s = time.time()
-        known = read_known_rows(self._job, self._chunk.index)
         with closing(self._spill):
-            rows = run_rows(
+            rows, known = self._run_rows()
+        self._app.on_hop("validated")
+        provenance = self._slot.pool.machine.describe_run(started_s, rows)
+        self._commit(rows, known=known.table, provenance=provenance)
+        seconds = round(time.time() - started_s, 3)
+        log.info("chunk_done", rows=self._chunk.num_rows, computed=len(rows), seconds=seconds)
+
+    def _run_rows(self) -> tuple[list[RowResult], Known]:
+        """Ask for what nobody else does; rows that wait for an earlier chunk come last.
+
+        Raises Postponed if they still wait when all others are done.
+        """
+        rows: list[RowResult] = []
+        while True:
+            known = read_known(self._job, self._chunk.index)
+            self._num_known = Counter(known.statuses.values()) + Counter(row.status for row in rows)
+            skip = known.statuses.keys() | known.waiting | {row.row_index for row in rows}
+            if len(skip) == self._chunk.num_rows and known.waiting:
+                self._spill.flush()
+                raise Postponed(f"{len(known.waiting)} rows wait for the answers of earlier chunks")
+            rows += run_rows(
                 self._job,
                 self._chunk,
                 self._submit,
@@ -167,22 +199,18 @@ class ChunkRun:
                 cancel=self._slot.pool.client.cancel,
                 reader=self._app.reader,
                 spill=self._spill,
-                known=statuses_of(self._job.spec, known),
+                skip=skip,
             )
-        self._app.on_hop("validated")
-        provenance = self._slot.pool.machine.describe_run(started_s, rows)
-        self._commit(rows, known=known, provenance=provenance)
-        seconds = round(time.time() - started_s, 3)
-        log.info("chunk_done", rows=self._chunk.num_rows, computed=len(rows), seconds=seconds)
+            if not known.waiting:
+                return sorted(rows, key=lambda row: row.row_index), known
 
     def _park(self, cause: str) -> None:
         log.error("chunk_parked", reason=cause)
-        done, known = self._spill.read(), read_known_rows(self._job, self._chunk.index)
+        done, known = self._spill.read(), read_known(self._job, self._chunk.index)
         failed = failed_rows(self._chunk, f"the chunk was parked: {cause}")
-        statuses = statuses_of(self._job.spec, known)
-        rows = [done.get(row.row_index, row) for row in failed if row.row_index not in statuses]
+        rows = [done.get(row.row_index, row) for row in failed if row.row_index not in known.statuses]
         history = self._app.job_queue.deliveries(self._job.job_id, self._chunk.index)
-        self._commit(rows, known=known, parked=True, history=history)
+        self._commit(rows, known=known.table, parked=True, history=history)
 
     def _commit(self, rows: list[RowResult], **how: Any) -> None:
         """Commit the part; ``how`` as for Job.commit_part."""
@@ -205,6 +233,7 @@ class ChunkRun:
     def _tell_progress(self, counts: Mapping[RowStatus, int]) -> None:
         if (now_s := time.monotonic()) >= self._next_progress_s:
             self._next_progress_s = now_s + PROGRESS_INTERVAL_S
+            counts = self._num_known + Counter(counts)
             self._app.job_queue.progress(self._job.job_id, self._chunk.index, counts)
             self._abort_beyond_thresholds(counts)
 

@@ -4,15 +4,17 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jobs import api
 from jobs.broker import broker_status
 from jobs.finish import try_finish
 from jobs.job import Job
 from jobs.results import run_rows
-from jobs.reuse import read_known_rows, statuses_of
+from jobs.reuse import FirstAsked, read_known
 from jobs.verify import verify
-from schemas.records import FinishReason, JobState, Request, RowStatus, Sampling
+from schemas.records import FinishReason, JobState, Request, RowStatus, Sampling, short_hash
 from tests.jobs.verbs import Machine
 from tests.tiny_jobs import YES_NO, Answer, ScriptedEngine, prompt_of
 
@@ -30,10 +32,10 @@ class Night:
         job = api.submit(prepared, self.machine.settings)
         engine = ScriptedEngine(answer)
         for index in job.pending():
-            known = read_known_rows(job, index)
-            statuses = statuses_of(job.spec, known)
-            rows = run_rows(job, job.chunks[index], engine, is_cancelled=lambda: False, known=statuses)
-            job.commit_part(index, rows, known=known)
+            known = read_known(job, index)
+            assert not known.waiting  # chunks run in order here
+            rows = run_rows(job, job.chunks[index], engine, is_cancelled=lambda: False, skip=known.statuses)
+            job.commit_part(index, rows, known=known.table)
         assert try_finish(job)
         self.asked = engine.prompts()
         assert verify(job).faults == []
@@ -149,3 +151,41 @@ def test_labels_of_a_cancelled_job_are_not_lost(night: Night) -> None:
     assert night.machine.run("cancel", job.job_id).exit_code == 0
     night.run(data, name="next")
     assert night.asked == [f"message {i}" for i in range(4, 10)]
+
+
+def test_equal_rows_of_several_chunks_are_asked_once(night: Night) -> None:
+    data = night.machine.write("data.parquet", text=[f"message {i % 6}" for i in range(24)])
+    job = night.run(data)
+    assert night.asked == [f"message {i}" for i in range(6)]
+    success = job.success()
+    assert success is not None
+    assert success.num_copied == 18
+    assert {row["label_meta"]["copied_from"] for row in night.rows(job)} == {None, job.job_id}
+
+
+def test_a_twin_of_a_row_that_failed_is_asked_itself(night: Night) -> None:
+    data = night.machine.write("data.parquet", text=["a", "b", "c", "d", "a", "b", "e", "f"])
+    fails = iter([("", FinishReason.ERROR)])
+    night.run(data, lambda request: next(fails, "yes"))
+    assert night.asked == ["a", "b", "c", "d", "a", "e", "f"]
+
+
+def test_rows_whose_twin_is_still_computed_wait(night: Night) -> None:
+    data = night.machine.write("data.parquet", text=["a", "b", "c", "d", "a", "b", "e", "a"])
+    options = ("--model", str(night.machine.model), "--choice", "yes,no", "--column", "text", "--chunk-rows", "4")
+    night.machine.run("submit", data, *options, "--no-wait")
+    job = night.machine.job()
+    assert read_known(job, 1).waiting == {4, 5, 7}
+    job.commit_part(0, run_rows(job, job.chunks[0], ScriptedEngine(), is_cancelled=lambda: False))
+    known = read_known(job, 1)
+    assert (known.waiting, known.statuses) == (frozenset(), dict.fromkeys((4, 5, 7), RowStatus.OK))
+
+
+@given(st.lists(st.lists(st.integers(0, 40), max_size=30), max_size=20))
+def test_first_places_are_those_of_a_dictionary(chunks: list[list[int]]) -> None:
+    asked, expected = FirstAsked(), dict[int, tuple[int, int]]()
+    for index, keys in enumerate(chunks):
+        twins = asked.add(index, [(row, short_hash(str(key), digits=32)) for row, key in enumerate(keys)])
+        found = [(row["row"], row["chunk"], row["first_row"]) for row in twins.to_pylist()]
+        assert found == [(row, *expected[key]) for row, key in enumerate(keys) if key in expected]
+        expected = {key: (index, row) for row, key in reversed(list(enumerate(keys)))} | expected

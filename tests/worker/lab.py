@@ -160,11 +160,13 @@ class Lab:
         output: Path | None = None,
         priority: Priority = Priority.INTERACTIVE,
         thresholds: Thresholds | None = None,
+        text: Callable[[int], str] = "row {}".format,
+        before_start: Callable[[Job], object] = lambda job: None,
         **spec_fields: Any,
     ) -> Job:
         """A job of rows that take about so many seconds each; not queued yet."""
         source = self.path / f"{name}.parquet"
-        pq.write_table(pa.table({"text": [f"row {number}" for number in range(num_chunks * chunk_rows)]}), source)
+        pq.write_table(pa.table({"text": list(map(text, range(num_chunks * chunk_rows)))}), source)
         inputs = scan_inputs([str(source)])
         spec = JobSpec(
             name=name,
@@ -175,7 +177,7 @@ class Lab:
             **{"sampling": Sampling(max_tokens=max(1, int(seconds * TOKENS_PER_S))), **spec_fields},
         )
         chunks = make_chunks(inputs.files, chunk_rows)
-        outside: dict[str, Any] = {"priority": priority, "thresholds": thresholds}
+        outside: dict[str, Any] = {"priority": priority, "thresholds": thresholds, "before_start": before_start}
         output_uri = None if output is None else str(output)
         return Job.create(self.store, spec, chunks, input_schema=inputs.schema, output=output_uri, **outside)
 

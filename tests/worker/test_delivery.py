@@ -4,6 +4,7 @@ from collections.abc import Callable
 import psutil
 import pytest
 
+from jobs.reuse import copy_known_rows
 from jobs.spill import open_spill
 from schemas.records import JobState, RowStatus
 from tests.worker.lab import Lab, until
@@ -63,6 +64,19 @@ def test_a_worker_killed_late_in_a_long_chunk_does_not_cost_the_rows_it_had_done
     assert job.counts() == {RowStatus.OK: 96}
     assert answers.read_text().count("\n") == 96 + num_answered - num_kept
     until(lambda: not job.store.list("_staging"), "the spill to be removed")
+
+
+def test_rows_that_ask_the_same_run_once_however_many_workers(make_lab: Callable[..., Lab]) -> None:
+    lab = make_lab(reconcile_interval_s=1.0)
+    answers = lab.path / "answers"
+    lab.environment["FAKE_ANSWERS"] = str(answers)
+    for name in ("w1", "w2"):
+        lab.worker(name)
+    job = lab.start_job(8, seconds=0.3, chunk_rows=4, text=lambda row: f"row {row % 5}", before_start=copy_known_rows)
+    until(lambda: job.success() is not None, "the job to be done")
+    assert sorted(answers.read_text().splitlines()) == [f"row {number}" for number in range(5)]
+    assert job.counts() == {RowStatus.OK: 32}
+    assert job.num_copied() == 27
 
 
 def test_a_message_lost_with_its_worker_is_found_missing_and_sent_again(make_lab: Callable[..., Lab]) -> None:

@@ -4,15 +4,21 @@ What a JSON Schema does not pin down is a column of JSON text. Knows no files.
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, date, datetime
+from decimal import Decimal
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 
 from jobs.confidence import LABELS_TYPE, confidence, labels_value
+from schemas.json_schema import draft_of
 from schemas.records import Attempt, ConstraintKind, JobSpec, RowResult
 
 INT64_RANGE = range(-(2**63), 2**63)
+DECIMAL_RANGE = range(-(10**38) + 1, 10**38)
+SECONDS = re.compile(r":\d\d(?:\.(\d+))?(?=[Zz+-])")  # of an RFC 3339 timestamp, with their fraction
 MAX_DEPTH = 32
 COMBINATORS = ("anyOf", "oneOf", "allOf", "not", "if", "$ref", "$dynamicRef", "patternProperties", "dependentSchemas")
 
@@ -52,7 +58,7 @@ class DoesNotFit(ValueError):
 
 
 class LabelColumn(NamedTuple):
-    """A column type and how a parsed value is put into it; ``fit`` raises DoesNotFit."""
+    """A column type and how a parsed value is put into it: ``fit`` returns it as JSON has it, or raises DoesNotFit."""
 
     type: pa.DataType
     fit: Callable[[Any], Any]
@@ -77,13 +83,55 @@ def _fit_json(value: Any) -> str:
 
 
 def _fit_integer(value: Any) -> int | None:
+    number = _whole(value)
+    if number is not None and number not in INT64_RANGE:
+        raise DoesNotFit(f"{_short(value)} is beyond a 64-bit integer: bound it with minimum and maximum")
+    return number
+
+
+def _fit_decimal(value: Any) -> str | None:
+    """As text: what rows are kept in meanwhile has no larger integers."""
+    number = _whole(value)
+    if number is not None and number not in DECIMAL_RANGE:
+        raise DoesNotFit(f"{_short(value)} has more than 38 digits")
+    return None if number is None else str(number)
+
+
+def _whole(value: Any) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1:
         raise DoesNotFit(f"{_short(value)} is not an integer")
-    if int(value) not in INT64_RANGE:
-        raise DoesNotFit(f"{_short(value)} is beyond a 64-bit integer: bound it with minimum and maximum")
     return int(value)
+
+
+def _fit_date(value: Any) -> str | None:
+    text = _fit_text(value)
+    try:
+        is_date = text is None or date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        is_date = False
+    if not is_date:
+        raise DoesNotFit(f"{_short(value)} is not a date from 0001-01-01 to 9999-12-31")
+    return text
+
+
+def _fit_timestamp(value: Any) -> str | None:
+    text = _fit_text(value)
+    if text is None:
+        return None
+    try:
+        _parse_timestamp(text)
+    except (ValueError, OverflowError) as error:
+        raise DoesNotFit(f"{_short(value)} is no time from year 1 to 9999 without a leap second") from error
+    found = SECONDS.search(text)
+    if found is None or (found[1] or "")[6:].strip("0"):
+        raise DoesNotFit(f"{_short(value)} is finer than a microsecond")
+    return text
+
+
+def _parse_timestamp(text: str) -> datetime:
+    return datetime.fromisoformat(text.upper()).astimezone(UTC)
 
 
 def _fit_number(value: Any) -> float | None:
@@ -113,6 +161,12 @@ JSON_TEXT = LabelColumn(pa.string(), _fit_json)
 INTEGER = LabelColumn(pa.int64(), _fit_integer)
 NUMBER = LabelColumn(pa.float64(), _fit_number)
 BOOLEAN = LabelColumn(pa.bool_(), _fit_boolean)
+ENUM = LabelColumn(pa.dictionary(pa.int32(), pa.string()), _fit_text)
+"""Of a whole label only: inside of a struct or list, readers cannot join dictionaries of several row groups."""
+DECIMAL = LabelColumn(pa.decimal128(38, 0), _fit_decimal)
+DATE = LabelColumn(pa.date32(), _fit_date)
+TIMESTAMP = LabelColumn(pa.timestamp("us", "UTC"), _fit_timestamp)
+FORMATS = {"date": DATE, "date-time": TIMESTAMP}
 SCALARS = {"string": TEXT, "integer": INTEGER, "number": NUMBER, "boolean": BOOLEAN}
 
 
@@ -127,7 +181,7 @@ def completion_column(spec: JobSpec) -> LabelColumn:
         )
         return TEXT if is_text else JSON_TEXT
     if spec.constraint.kind is not ConstraintKind.JSON_SCHEMA:
-        return TEXT
+        return ENUM if spec.constraint.kind is ConstraintKind.CHOICE else TEXT
     schema = json.loads(spec.constraint.source)
     return _column_of(schema, schema, 0)
 
@@ -167,7 +221,24 @@ def _column_of_type(schema: dict[str, Any], root: Any, depth: int) -> LabelColum
         return _list_of(_column_of(schema["items"], root, depth + 1))
     if name == "object":
         return _column_of_object(schema, root, depth)
+    return _column_of_scalars(name, schema, root)
+
+
+def _column_of_scalars(name: str, schema: dict[str, Any], root: Any) -> LabelColumn:
+    if name == "integer":
+        return _column_of_integers(schema)
+    if name == "string" and schema.get("format") in draft_of(root).FORMAT_CHECKER.checkers:
+        return FORMATS.get(schema["format"], TEXT)
     return SCALARS.get(name, JSON_TEXT)
+
+
+def _column_of_integers(schema: dict[str, Any]) -> LabelColumn:
+    """64 bits unless a bound lies beyond; without bounds a larger integer does not fit."""
+    bounds = [schema.get(name) for name in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")]
+    limits = [int(bound) for bound in bounds if isinstance(bound, int | float) and not isinstance(bound, bool)]
+    if all(limit in INT64_RANGE for limit in limits):
+        return INTEGER
+    return DECIMAL if len(limits) > 1 and all(limit in DECIMAL_RANGE for limit in limits) else JSON_TEXT
 
 
 def _column_of_object(schema: dict[str, Any], root: Any, depth: int) -> LabelColumn:
@@ -182,16 +253,21 @@ def _column_of_object(schema: dict[str, Any], root: Any, depth: int) -> LabelCol
 def _column_of_branches(branches: Sequence[Any], root: Any, depth: int) -> LabelColumn:
     others = [node for node in branches if not (isinstance(node, dict) and node.get("type") == "null")]
     columns = {_column_of(node, root, depth + 1) for node in others}
+    if columns == {ENUM, TEXT}:
+        return TEXT
     return columns.pop() if len(columns) == 1 else JSON_TEXT
 
 
 def _column_of_values(values: Sequence[Any]) -> LabelColumn:
     kinds = {type(value) for value in values if value is not None}
     if kinds == {int}:
-        return INTEGER if all(value is None or value in INT64_RANGE for value in values) else JSON_TEXT
+        numbers = [value for value in values if value is not None]
+        if all(number in INT64_RANGE for number in numbers):
+            return INTEGER
+        return DECIMAL if all(number in DECIMAL_RANGE for number in numbers) else JSON_TEXT
     if kinds and kinds <= {int, float}:
         return NUMBER
-    return {frozenset({str}): TEXT, frozenset({bool}): BOOLEAN}.get(frozenset(kinds), JSON_TEXT)
+    return {frozenset({str}): ENUM, frozenset({bool}): BOOLEAN}.get(frozenset(kinds), JSON_TEXT)
 
 
 def _resolve(reference: Any, root: Any) -> Any:
@@ -215,7 +291,7 @@ def _list_of(item: LabelColumn) -> LabelColumn:
             raise DoesNotFit(f"{_short(value)} is not an array")
         return None if value is None else [item.fit(each) for each in value]
 
-    return LabelColumn(pa.list_(item.type), fit)
+    return LabelColumn(pa.list_(_nested(item.type)), fit)
 
 
 def _struct_of(columns: Mapping[str, LabelColumn], *, keeps_all: bool) -> LabelColumn:
@@ -229,7 +305,23 @@ def _struct_of(columns: Mapping[str, LabelColumn], *, keeps_all: bool) -> LabelC
             raise DoesNotFit(f"no column for {extra}: say additionalProperties: true to get the label as JSON text")
         return {name: column.fit(value[name]) for name, column in columns.items() if name in value}
 
-    return LabelColumn(pa.struct([pa.field(name, column.type) for name, column in columns.items()]), fit)
+    return LabelColumn(pa.struct([pa.field(name, _nested(column.type)) for name, column in columns.items()]), fit)
+
+
+def _nested(kind: pa.DataType) -> pa.DataType:
+    return TEXT.type if kind == ENUM.type else kind
+
+
+def _to_arrow(value: Any, kind: pa.DataType) -> Any:
+    """A fitted value as pyarrow takes it."""
+    if value is None:
+        return None
+    if pa.types.is_struct(kind):
+        return {name: _to_arrow(each, kind.field(name).type) for name, each in value.items()}
+    if pa.types.is_list(kind):
+        return [_to_arrow(each, kind.value_type) for each in value]
+    convert = {DECIMAL.type: Decimal, DATE.type: date.fromisoformat, TIMESTAMP.type: _parse_timestamp}.get(kind)
+    return convert(value) if convert else value
 
 
 class OutputNames(NamedTuple):
@@ -275,7 +367,7 @@ def results_table(spec: JobSpec, chunk_index: int, rows: Sequence[RowResult], ve
     """Lay out results as a part file has them."""
     fields = result_fields(spec)
     columns = [
-        pa.array([row.value for row in rows], fields[0].type),
+        pa.array([_to_arrow(row.value, fields[0].type) for row in rows], fields[0].type),
         _texts([row.raw for row in rows], fields[1].type),
         pa.array([str(row.status) for row in rows], pa.string()),
         _texts([row.error for row in rows], pa.string()),

@@ -15,7 +15,7 @@ from jobs.finish import try_finish
 from jobs.job import Job
 from jobs.source import scan_inputs
 from schemas.errors import JobError, StoreError
-from tests.tiny_jobs import ScriptedEngine, json_schema, make_job, prompt_of, run_job, write_input
+from tests.tiny_jobs import YES_NO, ScriptedEngine, json_schema, make_job, prompt_of, run_job, write_input
 
 
 @pytest.fixture
@@ -91,3 +91,11 @@ def test_nothing_is_replaced_unasked_and_nothing_unfinished_exported(job: Job, t
     with pytest.raises(StoreError, match="exists: choose another --to, or pass --overwrite"):
         export(job, form, target)
     export(job, form, target, overwrite=True)
+
+
+def test_a_label_out_of_a_closed_set_is_plain_text_in_csv(tmp_path: Path) -> None:
+    job = run_job(make_job(tmp_path, constraint=YES_NO))
+    assert try_finish(job)
+    export(job, "csv", str(tmp_path / "all.csv"))
+    with (tmp_path / "all.csv").open(newline="") as file:
+        assert [row["label"] for row in csv.DictReader(file)] == ["yes"] * 10

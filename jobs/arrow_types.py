@@ -167,6 +167,11 @@ DECIMAL = LabelColumn(pa.decimal128(38, 0), _fit_decimal)
 DATE = LabelColumn(pa.date32(), _fit_date)
 TIMESTAMP = LabelColumn(pa.timestamp("us", "UTC"), _fit_timestamp)
 FORMATS = {"date": DATE, "date-time": TIMESTAMP}
+FROM_JSON: dict[pa.DataType, Callable[[str], Any]] = {
+    DECIMAL.type: Decimal,
+    DATE.type: date.fromisoformat,
+    TIMESTAMP.type: _parse_timestamp,
+}
 SCALARS = {"string": TEXT, "integer": INTEGER, "number": NUMBER, "boolean": BOOLEAN}
 
 
@@ -320,8 +325,7 @@ def _to_arrow(value: Any, kind: pa.DataType) -> Any:
         return {name: _to_arrow(each, kind.field(name).type) for name, each in value.items()}
     if pa.types.is_list(kind):
         return [_to_arrow(each, kind.value_type) for each in value]
-    convert = {DECIMAL.type: Decimal, DATE.type: date.fromisoformat, TIMESTAMP.type: _parse_timestamp}.get(kind)
-    return convert(value) if convert else value
+    return FROM_JSON[kind](value) if kind in FROM_JSON else value
 
 
 class OutputNames(NamedTuple):

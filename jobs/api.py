@@ -7,7 +7,7 @@ The command lines are thin covers of these. Knows no terminal.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import PurePosixPath
@@ -19,19 +19,21 @@ import structlog
 from jobs.arrow_types import label_column
 from jobs.broker import ensure_broker
 from jobs.finish import try_finish
-from jobs.job import Job, check_output_columns
+from jobs.job import Job
 from jobs.lines import BODY
 from jobs.local_worker import LocalWorker
+from jobs.outputs import check_output_is_free
 from jobs.plan import Plan, make_chunks
 from jobs.prompts import Prompt, PromptBuilder, Refusal
 from jobs.queue import Queue
 from jobs.reuse import copy_known_rows
+from jobs.shards import check_output_columns
 from jobs.source import ChunkReader, Inputs, python_rows, scan_inputs
-from jobs.store import open_store
+from jobs.store import Store, open_store
 from jobs.thresholds import Thresholds
 from jobs.wait import Reporter, Snapshot, Waiter
 from schemas.constraints import KeywordDecision, enforcement_plan
-from schemas.errors import AlreadyExists, BrokerError, ConstraintError, InputDataError, JobNotFound
+from schemas.errors import AlreadyExists, BrokerError, ConstraintError, InputDataError, JobError, JobNotFound
 from schemas.model_files import chat_encoding, model_ref
 from schemas.records import (
     Chunk,
@@ -122,6 +124,8 @@ def prepare(submission: Submission, settings: Settings) -> Prepared:
     inputs = scan_inputs(submission.inputs)
     spec = _make_spec(submission, inputs)
     check_output_columns(spec, inputs.schema)
+    if submission.output is not None:
+        check_output_is_free(spec, submission.output, open_store(settings.jobs_root))
     builder = PromptBuilder(spec, inputs.schema)
     chunks = make_chunks(
         inputs.files,
@@ -224,10 +228,16 @@ def open_job(prefix: str, settings: Settings) -> Job:
 
 
 def open_jobs(settings: Settings) -> list[Job]:
-    """All jobs under the jobs root, the newest first."""
-    store = open_store(settings.jobs_root)
-    jobs = [Job.open(store, job_id) for job_id in Job.list_ids(store)]
-    return sorted(jobs, key=lambda job: job.created, reverse=True)
+    """All jobs under the jobs root that can be used, the newest first."""
+    return sorted(_usable_jobs(open_store(settings.jobs_root)), key=lambda job: job.created, reverse=True)
+
+
+def _usable_jobs(store: Store) -> Iterator[Job]:
+    for job_id in Job.list_ids(store):
+        try:
+            yield Job.open(store, job_id)
+        except JobError as error:
+            log.warning("job_unusable", job=job_id, reason=str(error))
 
 
 def connect_queue(settings: Settings) -> Queue:

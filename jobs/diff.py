@@ -24,6 +24,7 @@ from schemas.settings import Settings
 
 NOT_COMPARED = frozenset({"name", "inputs", "format_version"})
 MATCHES = ("content", "row")
+CURE = "name columns that together identify a row (--key is repeatable), or leave --key out"
 
 Key = Callable[[LabelledRow], bytes]
 
@@ -60,22 +61,25 @@ class Difference:
 def compare(
     first: Job, second: Job, *, key: Sequence[str] = (), match: str | None = None, max_examples: int = 20
 ) -> Difference:
-    """Match the committed rows of two jobs and count what changed. Memory: about 150 bytes a row of ``first``.
+    """Match the committed rows of two jobs and count what changed. Memory: about 150 bytes a row.
 
-    ``key`` names columns that identify a row; else ``match`` is ``content`` (the columns that both jobs' prompts read)
-    or ``row`` (file and row number), by default ``row`` where the jobs have the same input files. The n-th row with
-    a key is matched with the n-th. Raises InputDataError for unknown columns, JobError for unusable files.
+    ``key`` names columns that identify a row: in neither job may one be null or occur twice. Else ``match`` is
+    ``content`` (the columns that both jobs' prompts read) or ``row`` (file and row number), by default ``row`` where
+    the jobs have the same input files; of equal rows, the n-th is matched with the n-th. Raises InputDataError for
+    unknown columns and keys that name no row, JobError for unusable files.
     """
     matched_by, columns = _choose_match(first, second, key, match)
     difference = Difference(matched_by, changed_fields(first.spec, second.spec))
-    make_key = _by_columns(columns) if columns else _by_position
+    make_keys = [
+        _UniqueKey(job, key) if key else _by_columns(columns) if columns else _by_position for job in (first, second)
+    ]
     before: defaultdict[bytes, list[str]] = defaultdict(list)
     texts: dict[str, str] = {}  # few labels, many rows
     for row in read_labels(first, columns):
-        before[make_key(row)].append(texts.setdefault(row.text, row.text))
+        before[make_keys[0](row)].append(texts.setdefault(row.text, row.text))
     num_seen: Counter[bytes] = Counter()
     for row in read_labels(second, columns):
-        row_key = make_key(row)
+        row_key = make_keys[1](row)
         earlier, number = before.get(row_key, []), num_seen[row_key]
         num_seen[row_key] += 1
         difference.num_repeated += number > 0
@@ -122,9 +126,35 @@ def _choose_match(first: Job, second: Job, key: Sequence[str], match: str | None
 def _by_columns(columns: Sequence[str]) -> Key:
     def make_key(row: LabelledRow) -> bytes:
         text = json.dumps([row.inputs[name] for name in columns], ensure_ascii=False, default=str)
-        return hashlib.blake2b(text.encode(), digest_size=16).digest()
+        return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
     return make_key
+
+
+class _UniqueKey:
+    """The key of each row of one job by the user's columns; refuses a null and a key that came before."""
+
+    def __init__(self, job: Job, columns: Sequence[str]) -> None:
+        self._job = job
+        self._columns = columns
+        self._make_key = _by_columns(columns)
+        self._seen: dict[bytes, tuple[int, int]] = {}
+
+    def __call__(self, row: LabelledRow) -> bytes:
+        """Raises InputDataError that names file and row."""
+        place = (row.input_index, row.row_index)
+        if empty := [name for name in self._columns if row.inputs[name] is None]:
+            raise InputDataError(f"{self._locate(place)}: --key {empty[0]} is null, so the row has no key: {CURE}")
+        key = self._make_key(row)
+        if (earlier := self._seen.setdefault(key, place)) != place:
+            values = ", ".join(f"{name} {row.inputs[name]!r}" for name in self._columns)
+            raise InputDataError(
+                f"{self._locate(place)} has the same --key as {self._locate(earlier)}, {values}: {CURE}"
+            )
+        return key
+
+    def _locate(self, place: tuple[int, int]) -> str:
+        return f"{self._job.spec.inputs[place[0]].uri} row {place[1]}"
 
 
 def _by_position(row: LabelledRow) -> bytes:

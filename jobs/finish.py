@@ -13,15 +13,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from jobs.arrow_types import output_names, result_fields, row_column
-from jobs.job import OUTPUT, SUCCESS_FILE, Job, OutputFile, Success, shard_names
+from jobs.job import SUCCESS_FILE, Job, OutputFile, Success
 from jobs.ledger import LedgerWriter
+from jobs.outputs import JOB_KEY, output_store, owner_of
 from jobs.provenance import measure_throughput
+from jobs.shards import shard_names
 from jobs.source import ChunkReader
-from jobs.store import Store, exists, open_store
+from jobs.store import Store, exists
+from jobs.store_errors import is_transient
 from schemas.errors import AlreadyExists, JobError, StoreError
 from schemas.records import Chunk, JobState, RowStatus, encode_json
 
-JOB_KEY = b"nightmill.job_id"
 ROW_GROUP_ROWS, ROW_GROUP_BYTES = 65_536, 128 * 2**20
 MAX_ERROR_KINDS = 10_000
 WRITER_OPTIONS = {"compression": "zstd", "write_page_checksum": True}
@@ -42,6 +44,12 @@ def try_finish(job: Job) -> bool:
         outputs = tuple(_write_outputs(job, tally, ledger))
     except _Overtaken:
         return True
+    except StoreError as error:
+        if exists(job.store, SUCCESS_FILE):
+            return True
+        if is_transient(error):  # as when somebody swept what was being written
+            return False
+        raise
     ledger.close()
     counts = dict(tally.statuses)
     if sum(counts.values()) != job.num_rows:
@@ -59,6 +67,7 @@ def try_finish(job: Job) -> bool:
     )
     with suppress(AlreadyExists):
         job.store.create(SUCCESS_FILE, encode_json(success))
+        job.store.sweep(0.0)  # what killed writers left; whoever still writes is late, and takes that
     return True
 
 
@@ -69,11 +78,6 @@ def final_state(counts: dict[RowStatus, int]) -> JobState:
     if num_bad == 0:
         return JobState.DONE
     return JobState.DONE_WITH_ERRORS if num_labelled else JobState.FAILED
-
-
-def output_store(job: Job) -> tuple[Store, str]:
-    """Return where the job's output files go: a store and the prefix of their keys in it."""
-    return (job.store, f"{OUTPUT}/") if job.output is None else (open_store(job.output), "")
 
 
 class _Overtaken(Exception):
@@ -114,8 +118,7 @@ def _write_outputs(job: Job, tally: _Tally, ledger: LedgerWriter) -> Iterator[Ou
             if not chunks and job.spec.inputs[index].num_rows:
                 continue  # beyond --limit
             yield _write_output(job, store, prefix + name, _labelled_chunks(job, chunks, reader, tally, ledger))
-    for place in (store, job.store):
-        place.sweep()
+    store.sweep()
 
 
 def _write_output(job: Job, store: Store, key: str, tables: Iterable[pa.Table]) -> OutputFile:
@@ -129,6 +132,7 @@ def _write_output(job: Job, store: Store, key: str, tables: Iterable[pa.Table]) 
             num_rows += table.num_rows
         if exists(job.store, SUCCESS_FILE):
             raise _Overtaken
+        _refuse_foreign(job, store, key)  # again: writing takes minutes
     entry = store.stat(key)
     return OutputFile(uri=store.locate(key), num_rows=num_rows, size_bytes=entry.size_bytes if entry else 0)
 
@@ -171,12 +175,5 @@ def _row_groups(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
 
 def _refuse_foreign(job: Job, store: Store, key: str) -> None:
     """Raise StoreError rather than replace a file that this job did not write."""
-    if not exists(store, key):
-        return
-    with store.open_reader(key) as source:
-        try:
-            owner = (pq.ParquetFile(source).metadata.metadata or {}).get(JOB_KEY, b"").decode()
-        except (pa.ArrowException, OSError):
-            owner = "?"
-    if owner != job.job_id:
-        raise StoreError(f"{store.locate(key)} is not {job.job_id}'s: move it away, or choose another --output")
+    if exists(store, key) and owner_of(store, key) != job.job_id:
+        raise StoreError(f"{store.locate(key)} is not {job.job_id}'s: move it away, then resume the job")

@@ -9,15 +9,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import click
+import structlog
 
 from jobs.cli import echo_json, verb
 from jobs.job import JOB_FILE, JOB_NAME, PARTS, PLAN_FILE, Job
 from jobs.store import Store, exists, open_store
-from schemas.errors import NightmillError
+from schemas.errors import JobError, NightmillError
 from schemas.settings import Settings
 
 DAY_S = 24 * 3600.0
 MIN_ORPHAN_AGE_S = 3600.0  # a submit writes its plan before job.json
+
+log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,11 @@ def _find_names(store: Store, min_age_s: float, num_kept: int) -> Iterator[tuple
             yield name, "it has no job.json: a submit or a removal was interrupted"
     ended: defaultdict[str, list[tuple[float, str, str]]] = defaultdict(list)
     for job_id in job_ids:
-        job = Job.open(store, job_id)
+        try:
+            job = Job.open(store, job_id)
+        except JobError as error:
+            log.warning("job_unusable", job=job_id, reason=str(error))
+            continue
         if (ended_s := job.ended_s()) is not None:
             ended[job.spec.name].append((ended_s, job_id, job.state()))
     for jobs in ended.values():

@@ -13,18 +13,17 @@ from typing import Any, Self, TypeVar
 import msgspec
 import pyarrow as pa
 
-from jobs.arrow_types import output_names, row_column
 from jobs.parts import PartInfo, encode_part, read_part, read_part_info
-from jobs.plan import Plan, check_format_version, decode_plan, encode_plan
+from jobs.plan import START_AGAIN, Plan, check_format_version, decode_plan, encode_plan
 from jobs.provenance import Provenance, Throughput
-from jobs.source import ChunkReader, check_columns, python_rows, scan_schema, split_suffix
-from jobs.store import Store, absolute_location, exists, open_store, probe, replace
+from jobs.shards import check_output_columns, check_output_place
+from jobs.source import ChunkReader, python_rows, scan_schema
+from jobs.store import Store, absolute_location, exists, probe, replace
 from jobs.thresholds import Thresholds
-from schemas.errors import AlreadyExists, InputDataError, JobError, JobNotFound, NotFound
+from schemas.errors import AlreadyExists, JobError, JobNotFound, NotFound
 from schemas.records import (
     FORMAT_VERSION,
     Chunk,
-    InputFile,
     JobSpec,
     JobState,
     Priority,
@@ -129,14 +128,14 @@ class Job:
         input_schema = scan_schema(spec.inputs) if input_schema is None else input_schema
         check_output_columns(spec, input_schema)
         output = None if output is None else absolute_location(output)
-        _check_output(spec.inputs, output)
+        check_output_place(spec.inputs, output)
         directory = store.within(spec.job_id)
         if not exists(directory, JOB_FILE):
             probe(directory)
             now = datetime.now(UTC).isoformat(timespec="milliseconds")
             file = JobFile(spec=spec, created=now, output=output, priority=priority, thresholds=thresholds)
             _create_or_keep(directory, PLAN_FILE, encode_plan(spec.job_id, Plan(tuple(chunks), input_schema)))
-            before_start(cls(store, file, decode_plan(spec.job_id, directory.read(PLAN_FILE))))
+            before_start(cls(store, file, _read_plan(directory, spec.job_id)))
             _create_or_keep(directory, JOB_FILE, encode_json(file))
         job = cls.open(store, spec.job_id)
         if job.spec != spec:
@@ -158,10 +157,13 @@ class Job:
             data = directory.read(JOB_FILE)
         except NotFound as error:
             raise JobNotFound(f"no job {job_id!r} under {store.locate('')}") from error
-        file = _decode(data, JobFile, directory.locate(JOB_FILE))
+        file = _decode(data, JobFile, directory.locate(JOB_FILE), START_AGAIN)
         if file.spec.job_id != job_id:
-            raise JobError(f"{directory.locate(JOB_FILE)} was changed: its spec is that of {file.spec.job_id}")
-        return cls(store, file, decode_plan(job_id, directory.read(PLAN_FILE)))
+            raise JobError(
+                f"{directory.locate(JOB_FILE)} is that of {file.spec.job_id}: it was changed, or another version of "
+                f"Nightmill wrote it, which can go on with it. {START_AGAIN}"
+            )
+        return cls(store, file, _read_plan(directory, job_id))
 
     @staticmethod
     def list_ids(store: Store) -> list[str]:
@@ -280,7 +282,7 @@ class Job:
             data = self.store.read(SUCCESS_FILE)
         except NotFound:
             return None
-        return _decode(data, Success, self.store.locate(SUCCESS_FILE))
+        return _decode(data, Success, self.store.locate(SUCCESS_FILE), "Delete it and resume the job")
 
     def state(self) -> JobState:
         """Return where the job stands, from its files alone."""
@@ -323,8 +325,7 @@ class Job:
 
         Whoever can work on it after all takes it back; not so an abort, which takes ``lift_limits``.
         """
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        replace(self.store, FAILED, encode_json(Failure(cause=cause, failed=now, is_abort=is_abort)))
+        write_failure(self.store, cause, is_abort=is_abort)
 
     def unfail(self) -> None:
         """Take back ``fail``, unless a threshold was its reason."""
@@ -355,7 +356,7 @@ class Job:
             data = self.store.read(FAILED)
         except NotFound:
             return None
-        return _decode(data, Failure, self.store.locate(FAILED))
+        return _decode(data, Failure, self.store.locate(FAILED), "Delete it and resume the job")
 
     def ended_s(self) -> float | None:
         """Return when the job ended, failed or was cancelled, in seconds since 1970; None if it may go on by itself."""
@@ -393,41 +394,15 @@ class Job:
         return self._infos[key]
 
 
+def write_failure(directory: Store, cause: str, *, is_abort: bool = False) -> None:
+    """Write why nobody works on the job in ``directory``, also where the job itself cannot be read."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    replace(directory, FAILED, encode_json(Failure(cause=cause, failed=now, is_abort=is_abort)))
+
+
 def part_key(index: int, directory: str = PARTS) -> str:
     """Return the key of a chunk's part in the job's store."""
     return f"{directory}/part-{index:05d}.parquet"
-
-
-def check_output_columns(spec: JobSpec, input_schema: pa.Schema) -> None:
-    """Refuse output columns that the input has, and kept or gold columns that it lacks. Raises InputDataError."""
-    check_columns(spec.columns or (), input_schema, "--columns")
-    if len(set(spec.columns or ())) < len(spec.columns or ()):
-        raise InputDataError(f"--columns names a column twice: {', '.join(spec.columns or ())}")
-    check_columns([spec.gold_column] if spec.gold_column else [], input_schema, "--gold")
-    taken = sorted({*output_names(spec.output_column), row_column(spec.output_column)} & set(input_schema.names))
-    if taken:
-        raise InputDataError(
-            f"the input has a column {', '.join(map(repr, taken))} already, which the job would add: "
-            f"choose another name with --out (now {spec.output_column!r})"
-        )
-
-
-def shard_names(inputs: Sequence[InputFile]) -> tuple[str, ...]:
-    """Return the name of each input's output file: the input's own, numbered where two share one."""
-    names = [split_suffix(file.uri.rpartition("/")[2])[0] for file in inputs]
-    is_unique = len({name.lower() for name in names}) == len(names)
-    # names that begin with . or _ would be invisible to dataset readers
-    safe = [name if name[:1] not in ("", ".", "_") else f"part{name}" for name in names]
-    return tuple(f"{name}.parquet" if is_unique else f"{i:05d}-{name}.parquet" for i, name in enumerate(safe))
-
-
-def _check_output(inputs: Sequence[InputFile], output: str | None) -> None:
-    if output is None:
-        return
-    place = open_store(output)
-    for file, name in zip(inputs, shard_names(inputs), strict=True):
-        if place.locate(name) == file.uri:
-            raise JobError(f"the output would overwrite the input {file.uri}: choose another --output")
 
 
 def _create_or_keep(store: Store, key: str, data: bytes) -> None:
@@ -435,9 +410,17 @@ def _create_or_keep(store: Store, key: str, data: bytes) -> None:
         store.create(key, data)
 
 
-def _decode(data: bytes, kind: type[T], where: str) -> T:
+def _read_plan(directory: Store, job_id: str) -> Plan:
+    where = directory.locate(PLAN_FILE)
+    try:
+        return decode_plan(job_id, directory.read(PLAN_FILE), where)
+    except NotFound as error:
+        raise JobError(f"{where} is gone. {START_AGAIN}") from error
+
+
+def _decode(data: bytes, kind: type[T], where: str, cure: str) -> T:
     try:
         check_format_version(where, msgspec.json.decode(data)["format_version"])
         return decode_json(data, kind)
     except (msgspec.MsgspecError, KeyError, TypeError) as error:
-        raise JobError(f"{where} cannot be read: {error}") from error
+        raise JobError(f"{where} cannot be read: {error}. {cure}") from error

@@ -11,6 +11,7 @@ from schemas.errors import InputDataError, JobError
 from schemas.records import FORMAT_VERSION, Chunk, InputFile
 
 PLAN_FIELDS = {"index": pa.int64(), "input_index": pa.int64(), "start_row": pa.int64(), "num_rows": pa.int64()}
+START_AGAIN = "Put it back from a backup, or delete the job's directory and submit again"
 VERSION_KEY, JOB_KEY, INPUT_SCHEMA_KEY = b"nightmill.format_version", b"nightmill.job_id", b"nightmill.input_schema"
 
 
@@ -61,16 +62,19 @@ def encode_plan(job_id: str, plan: Plan) -> bytes:
     return sink.getvalue()
 
 
-def decode_plan(job_id: str, data: bytes) -> Plan:
-    """Read a plan file. Raises JobError if it is another job's, newer than this program, or not readable."""
+def decode_plan(job_id: str, data: bytes, where: str) -> Plan:
+    """Read the plan file at ``where``. Raises JobError if it is another job's, newer than this program, or damaged."""
     try:
-        table = pq.read_table(io.BytesIO(data))
-    except (pa.ArrowException, OSError) as error:
-        raise JobError(f"plan.parquet of {job_id} cannot be read: {error}") from error
-    metadata = table.schema.metadata or {}
-    check_format_version(f"plan.parquet of {job_id}", int(metadata[VERSION_KEY]))
-    if (owner := metadata[JOB_KEY].decode()) != job_id:
-        raise JobError(f"plan.parquet of {job_id} belongs to {owner}")
+        # A Python file object would be left to Arrow's threads, and letting go of it in one while the interpreter ends
+        # aborts the process: a worker that reads a plan and leaves did so once in ten times on a busy machine.
+        table = pq.ParquetFile(pa.BufferReader(data)).read(use_threads=False)
+        metadata = table.schema.metadata or {}
+        version, owner = int(metadata[VERSION_KEY]), metadata[JOB_KEY].decode()
+    except (pa.ArrowException, OSError, KeyError, ValueError) as error:
+        raise JobError(f"{where} is damaged or no plan: {error}. {START_AGAIN}") from error
+    check_format_version(where, version)
+    if owner != job_id:
+        raise JobError(f"{where} belongs to {owner}. {START_AGAIN}")
     columns = [table[name].to_pylist() for name in PLAN_FIELDS]
     chunks = tuple(
         Chunk(index=index, input_index=input_index, start_row=start_row, num_rows=num_rows)

@@ -12,9 +12,9 @@ from jobs.agreement import Agreement, measure_agreement
 from jobs.arrow_types import output_names
 from jobs.broker import broker_status
 from jobs.cli import echo_json
-from jobs.finish import output_store
 from jobs.job import Job, Success
 from jobs.local_worker import worker_command
+from jobs.outputs import output_store
 from jobs.progress import format_duration, plain_counts
 from jobs.prompts import Prompt, PromptBuilder, Refusal
 from jobs.queue import Progress, Queue

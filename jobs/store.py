@@ -96,8 +96,9 @@ def exists(store: Store, key: str) -> bool:
 
 def replace(store: Store, key: str, data: bytes) -> None:
     """Write a file, or swap its content in one step."""
-    with store.open_writer(key) as file:
-        file.write(data)
+    for attempt in retrying():
+        with attempt, store.open_writer(key) as file:
+            file.write(data)
 
 
 def probe(store: Store) -> None:
@@ -199,7 +200,7 @@ class LocalDirectory:
         with explained("sweep", staging):
             for path in [staging / name for name in self.list(STAGING)]:
                 with contextlib.suppress(FileNotFoundError):  # its writer was quicker
-                    if time.time() - path.stat().st_mtime >= min_age_s:
+                    if max(0.0, time.time() - path.stat().st_mtime) >= min_age_s:  # the clock may have gone back
                         path.unlink()
             with contextlib.suppress(OSError):  # missing, or not empty
                 staging.rmdir()
@@ -216,7 +217,8 @@ class LocalDirectory:
                     yield file
                     file.flush()
                     os.fsync(file.fileno())
-                publish(staged, target)
+                with _noticing_a_sweep(staged):
+                    publish(staged, target)
                 _sync_directory(target.parent)
             finally:
                 staged.unlink(missing_ok=True)
@@ -230,6 +232,15 @@ class LocalDirectory:
         except FileNotFoundError:  # a sweeper was between the two lines above
             staged.parent.mkdir(parents=True, exist_ok=True)
             return staged.open("xb")
+
+
+@contextmanager
+def _noticing_a_sweep(staged: Path) -> Iterator[None]:
+    """Make it a transient error that somebody took the staged file for a dead writer's."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise OSError(errno.ESTALE, "the staging file was swept away", str(staged)) from error
 
 
 def _publish_new(staged: Path, target: Path) -> None:

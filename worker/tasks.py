@@ -20,7 +20,7 @@ from celery.exceptions import Ignore, Reject
 from celery.worker import state
 
 from jobs.finish import try_finish
-from jobs.job import Job
+from jobs.job import Job, write_failure
 from jobs.ledger import keep_answers
 from jobs.queue import TASK_NAME
 from jobs.results import run_rows
@@ -70,8 +70,12 @@ def _receive(app: Any, slot: Slot, job_id: str, index: int) -> None:
     app.on_hop("received")
     try:
         job = Job.open(app.store, job_id)
-    except (JobNotFound, JobError) as error:
+    except JobNotFound as error:
+        log.error("job_gone", reason=str(error))
+        return
+    except JobError as error:
         log.error("job_unusable", reason=str(error))
+        write_failure(app.store.within(job_id), f"the worker on {socket.gethostname()} cannot use the job: {error}")
         return
     if not job.is_committed(index):
         if job.is_stopped():

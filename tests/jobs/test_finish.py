@@ -2,8 +2,8 @@
 
 import os
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -51,7 +51,7 @@ def test_every_row_comes_back_in_order_beside_its_label(tmp_path: Path) -> None:
     assert (success.state, success.num_rows, success.counts) == (JobState.DONE, 10, {"ok": 10})
     (output,) = success.outputs
     assert (output.num_rows, output.size_bytes) == (10, os.path.getsize(output.uri))
-    assert job.store.list() == ["_SUCCESS.json", "_staging", "job.json", "output", "parts", "plan.parquet"]
+    assert job.store.list() == ["_SUCCESS.json", "job.json", "output", "parts", "plan.parquet"]
     assert job.store.list("_staging") == []
 
 
@@ -139,7 +139,7 @@ def test_a_bucket_holds_job_and_output(tmp_path: Path) -> None:
 def test_a_file_of_somebody_else_is_not_replaced(tmp_path: Path) -> None:
     theirs = write_input(tmp_path / "out" / "in.parquet", {"precious": [1]})
     job = run_job(make_job(tmp_path, output=str(tmp_path / "out")))
-    with pytest.raises(StoreError, match=r"in\.parquet is not tiny-.*choose another --output"):
+    with pytest.raises(StoreError, match=r"in\.parquet is not tiny-.*move it away, then resume"):
         try_finish(job)
     assert (pq.read_table(theirs).column_names, job.success()) == (["precious"], None)
 
@@ -208,6 +208,14 @@ def test_what_a_killed_finisher_left_breaks_no_reader(tmp_path: Path) -> None:
     assert try_finish(job)
     assert ds.dataset(tmp_path / "out").to_table().num_rows == 10
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["in.parquet"]
+
+
+def test_a_finished_job_keeps_nothing_of_writers_that_were_killed(tmp_path: Path) -> None:
+    job = run_job(make_job(tmp_path))
+    for name in ("part-00001-0123.parquet", "in-0123.parquet", f"spill-{job.job_id}-00002-0123"):
+        job.store.create(f"_staging/{name}", b"half")
+    assert try_finish(job)
+    assert job.store.list("_staging") == []
 
 
 def _empty_output_of(job: Job) -> bytes:
@@ -303,3 +311,40 @@ def test_a_finisher_that_comes_second_leaves_the_published_files_alone(tmp_path:
     assert try_finish(job)
     assert output.stat().st_ino == published[0].st_ino
     assert job.store.list("_staging") == []
+
+
+class Swept(LocalDirectory):
+    """Is overtaken between its last look and the publication of a file."""
+
+    overtake: Callable[[], object] = bool
+
+    @contextmanager
+    def open_writer(self, key: str) -> Iterator[IO[bytes]]:
+        with super().open_writer(key) as file:
+            yield file
+            self.overtake()
+
+
+def test_a_finisher_whose_file_the_first_one_swept_is_content(tmp_path: Path) -> None:
+    job = run_job(make_job(tmp_path))
+    quick = Job.open(open_store(str(tmp_path / "jobs")), job.job_id)
+    job.store = late = Swept(Path(job.store.locate("")))
+    late.overtake = lambda: try_finish(quick)
+    assert try_finish(job)
+    assert output_of(job).num_rows == 10
+    assert job.store.list("_staging") == []
+
+
+def test_a_file_that_somebody_else_puts_there_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+    job = run_job(make_job(tmp_path))
+    output = Path(job.store.locate("output/in.parquet"))
+    job.store = slow = Slow(Path(job.store.locate("")))
+
+    def put() -> None:
+        output.parent.mkdir()
+        output.write_bytes(b"theirs")
+
+    slow.overtake = put
+    with pytest.raises(StoreError, match=r"in\.parquet is not tiny-.*'s: move it away, then resume the job"):
+        try_finish(job)
+    assert (output.read_bytes(), job.success()) == (b"theirs", None)

@@ -17,11 +17,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from obstore.store import MemoryStore
 
 from jobs.finish import try_finish
-from jobs.job import PARKED, Job, part_key, shard_names
+from jobs.job import PARKED, Job, part_key
 from jobs.parts import INFO_KEY
+from jobs.plan import START_AGAIN
 from jobs.store import Bucket, LocalDirectory, Store, open_store, replace
 from schemas.errors import InputDataError, JobError, JobNotFound, StoreError
-from schemas.records import FORMAT_VERSION, InputFile, JobState, Label, RowResult, RowStatus, encode_json
+from schemas.records import FORMAT_VERSION, JobState, Label, RowResult, RowStatus, encode_json
 from tests.tiny_jobs import ScriptedEngine, make_job, results_of, run_chunk, run_job, write_input
 
 
@@ -43,7 +44,7 @@ def test_the_same_spec_is_the_same_job_and_keeps_its_chunks(tmp_path: Path, stor
 def test_a_directory_with_another_spec_is_refused(tmp_path: Path, store: Store) -> None:
     job, other = make_job(tmp_path, store=store), make_job(tmp_path, store=store, seed=1)
     replace(store, f"{job.job_id}/job.json", other.store.read("job.json"))
-    with pytest.raises(JobError, match="its spec is that of tiny-"):
+    with pytest.raises(JobError, match="is that of tiny-"):
         Job.open(store, job.job_id)
 
 
@@ -60,16 +61,32 @@ def test_an_unknown_job_is_named_with_the_place(tmp_path: Path, store: Store, jo
         Job.open(store, job_id)
 
 
-def test_a_newer_format_is_refused(tmp_path: Path, store: Store) -> None:
+def test_a_job_directory_of_another_version_or_damaged_names_the_file_and_the_way_out(
+    tmp_path: Path, store: Store
+) -> None:
     job = make_job(tmp_path, store=store)
-    content = json.loads(job.store.read("job.json"))
+    files = {name: job.store.read(name) for name in ("job.json", "plan.parquet")}
+    content = json.loads(files["job.json"])
     newer = {**content, "format_version": FORMAT_VERSION + 1, "new_field": 1}
-    replace(job.store, "job.json", json.dumps(newer).encode())
-    with pytest.raises(JobError, match=rf"job\.json has format version {FORMAT_VERSION + 1}.*update it"):
-        Job.open(store, job.job_id)
-    replace(job.store, "job.json", b'{"half')
-    with pytest.raises(JobError, match="cannot be read"):
-        Job.open(store, job.job_id)
+    later = {**content, "spec": {**content["spec"], "seed": 7}}
+    for name, data, why, cure in (
+        ("job.json", json.dumps(newer).encode(), f"has format version {FORMAT_VERSION + 1}", "update it"),
+        ("job.json", json.dumps(later).encode(), "another version of Nightmill wrote it", START_AGAIN),
+        ("job.json", files["job.json"][:40], "cannot be read", START_AGAIN),
+        ("plan.parquet", files["plan.parquet"][:40], "is damaged", START_AGAIN),
+        ("plan.parquet", None, "is gone", START_AGAIN),
+    ):
+        job.store.delete(name) if data is None else replace(job.store, name, data)
+        with pytest.raises(JobError) as refused:
+            Job.open(store, job.job_id)
+        message = str(refused.value)
+        assert (job.store.locate(name) in message, why in message, message.endswith(cure)) == (True,) * 3, message
+        replace(job.store, name, files[name])
+    for name, read in (("_SUCCESS.json", job.success), ("_failed.json", job.failure)):
+        replace(job.store, name, b"{")
+        with pytest.raises(JobError, match=rf"{name} cannot be read: .*Delete it and resume the job"):
+            read()
+        job.store.delete(name)
 
 
 @pytest.mark.parametrize("name", ["", "../x", "_x", ".x", "a b", "a/b"])
@@ -202,29 +219,11 @@ def test_strange_files_among_the_parts_are_no_parts(tmp_path: Path, store: Store
     assert (job.committed(), job.pending()) == (frozenset(), (0, 1, 2))
 
 
-def test_an_output_over_the_input_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match="would overwrite the input"):
-        make_job(tmp_path, output=str(tmp_path))
-
-
 def test_another_output_for_the_same_job_is_refused(tmp_path: Path) -> None:
     job = make_job(tmp_path, output=str(tmp_path / "a"))
     assert make_job(tmp_path).output == make_job(tmp_path, output=str(tmp_path / "x" / ".." / "a")).output == job.output
     with pytest.raises(JobError, match=rf"writes to {tmp_path}/a, not to {tmp_path}/b"):
         make_job(tmp_path, output=str(tmp_path / "b"))
-
-
-@pytest.mark.parametrize(
-    ("uris", "names"),
-    [
-        (["/d/a.parquet", "/d/b.pq", "s3://x/c"], ["a.parquet", "b.parquet", "c.parquet"]),
-        (["/d/k=1/a.parquet", "/d/k=2/A.parquet"], ["00000-a.parquet", "00001-A.parquet"]),
-        (["/d/_hidden.parquet", "/d/.parquet"], ["part_hidden.parquet", "part.parquet"]),
-    ],
-)
-def test_output_files_are_named_after_their_inputs(uris: list[str], names: list[str]) -> None:
-    files = [InputFile(uri=uri, size_bytes=1, modified="", num_rows=1) for uri in uris]
-    assert list(shard_names(files)) == names
 
 
 class CrashingStore(LocalDirectory):

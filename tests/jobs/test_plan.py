@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.plan import VERSION_KEY, Plan, decode_plan, encode_plan, make_chunks
+from jobs.plan import START_AGAIN, VERSION_KEY, Plan, decode_plan, encode_plan, make_chunks
 from jobs.source import scan_inputs
 from schemas.errors import InputDataError, JobError
 from schemas.records import FORMAT_VERSION, InputFile
@@ -55,20 +55,33 @@ def test_sizes_below_one_are_refused(chunk_rows: int, limit: int | None) -> None
 def test_a_plan_survives_its_file(row_counts: list[int]) -> None:
     schema = pa.schema([pa.field("a", pa.list_(pa.string()), metadata={"k": "v"})], {"pandas": "{}"})
     plan = Plan(make_chunks(files_of(row_counts), 3), schema)
-    decoded = decode_plan("job-1", encode_plan("job-1", plan))
+    decoded = decode_plan("job-1", encode_plan("job-1", plan), "plan.parquet")
     assert decoded.chunks == plan.chunks
     assert decoded.input_schema.equals(schema, check_metadata=True)
 
 
 def test_a_plan_of_another_job_a_newer_version_or_half_a_file_is_refused() -> None:
     data = encode_plan("job-1", Plan(make_chunks(files_of([5]), 2), pa.schema({"a": pa.int64()})))
-    with pytest.raises(JobError, match="belongs to job-1"):
-        decode_plan("job-2", data)
-    with pytest.raises(JobError, match="cannot be read"):
-        decode_plan("job-1", data[: len(data) // 2])
+
+    def refusal(job_id: str, data: bytes) -> str:
+        with pytest.raises(JobError) as refused:
+            decode_plan(job_id, data, "/jobs/job-1/plan.parquet")
+        return str(refused.value)
+
     table = pq.read_table(io.BytesIO(data))
+
+    def with_metadata(metadata: dict[bytes, bytes]) -> bytes:
+        sink = io.BytesIO()
+        pq.write_table(table.replace_schema_metadata(metadata), sink)
+        return sink.getvalue()
+
     newer = {**table.schema.metadata, VERSION_KEY: str(FORMAT_VERSION + 1).encode()}
-    sink = io.BytesIO()
-    pq.write_table(table.replace_schema_metadata(newer), sink)
-    with pytest.raises(JobError, match="update it"):
-        decode_plan("job-1", sink.getvalue())
+    for job_id, content, why, cure in (
+        ("job-2", data, "belongs to job-1", START_AGAIN),
+        ("job-1", data[: len(data) // 2], "is damaged or no plan", START_AGAIN),
+        ("job-1", with_metadata({}), "is damaged or no plan", START_AGAIN),
+        ("job-1", with_metadata(newer), f"has format version {FORMAT_VERSION + 1}", "update it"),
+    ):
+        message = refusal(job_id, content)
+        assert message.startswith(f"/jobs/job-1/plan.parquet {why}")
+        assert message.endswith(cure)

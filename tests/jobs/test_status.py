@@ -74,6 +74,17 @@ def test_list_shows_every_job_newest_first(queued: Machine) -> None:
     assert all(job_id in queued.run("list").stdout for job_id in queued.job_ids())
 
 
+@pytest.mark.parametrize("verb", ["list", "status", "gc"])
+def test_a_job_that_cannot_be_used_does_not_hide_the_others(queued: Machine, verb: str) -> None:
+    job_id = queued.job().job_id
+    queued.submit(queued.write_rows(3, "other.parquet"), "--no-wait")
+    Path(queued.open_job("other").store.locate("plan.parquet")).unlink()
+    result = queued.run(verb)
+    assert result.exit_code == 0
+    assert verb == "gc" or job_id in result.stdout
+    assert ("job_unusable" in result.stderr, "plan.parquet is gone" in result.stderr) == (True, True)
+
+
 def test_a_cancelled_job_goes_on_where_it_was(queued: Machine) -> None:
     commit(queued.job(), [0])
     assert queued.run("cancel", "data").exit_code == 0

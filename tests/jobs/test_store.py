@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import obstore
@@ -186,6 +187,40 @@ def test_a_retry_that_finds_its_own_earlier_write_has_won(tmp_path: Path, monkey
     LocalDirectory(tmp_path).create("a", b"data")
     with pytest.raises(AlreadyExists):
         LocalDirectory(tmp_path).create("a", b"data")
+
+
+def test_a_writer_whose_staging_file_is_swept_away_writes_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a job is finished while a worker that was given up still writes its part."""
+    store, fsync, sweeps = LocalDirectory(tmp_path), os.fsync, [1, 2]
+
+    def sweeping(descriptor: int) -> None:
+        fsync(descriptor)
+        if sweeps:
+            sweeps.pop()
+            store.sweep(0.0)
+
+    monkeypatch.setattr(os, "fsync", sweeping)
+    store.create("a", b"created")
+    replace(store, "b", b"replaced")
+    assert (store.read("a"), store.read("b"), sweeps) == (b"created", b"replaced", [])
+    sweeps.append(1)
+    with pytest.raises(StoreError, match="swept away") as failed, store.open_writer("c") as file:
+        file.write(b"streamed")
+    assert is_transient(failed.value)
+
+
+def test_a_sweep_takes_what_is_old_by_a_clock_that_may_go_back(tmp_path: Path) -> None:
+    store, now_s = LocalDirectory(tmp_path), time.time()
+    ages_s = {"old": 7200.0, "young": 60.0, "future": -7200.0}
+    for name, age_s in ages_s.items():
+        store.create(f"_staging/{name}", b"")
+        os.utime(tmp_path / "_staging" / name, (now_s - age_s, now_s - age_s))
+    store.sweep()
+    assert store.list("_staging") == ["future", "young"]
+    store.sweep(0.0)
+    assert store.list("_staging") == []
 
 
 def test_only_passing_faults_are_transient() -> None:

@@ -274,11 +274,10 @@ def test_output_that_would_replace_somebody_elses_file_is_an_error(machine: Mach
     data = machine.write_rows(4)
     (machine.path / "out").mkdir()
     pq.write_table(pq.read_table(data), machine.path / "out" / "data.parquet")
-    HandWorker(machine).start()
-    arguments = [data, "--output", str(machine.path / "out"), "--broker-url", machine.queue.broker_url, "--wait"]
-    result = machine.submit(*arguments)
-    assert result.exit_code == 1
-    assert "choose another --output" in result.stderr
+    result = machine.submit(data, "--output", str(machine.path / "out"), "--no-wait")
+    assert result.exit_code == 2
+    assert "out/data.parquet is not this job's: move it away, or choose another --output" in result.stderr
+    assert machine.job_ids() == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -179,3 +179,20 @@ def test_a_second_delivery_of_a_running_or_committed_chunk_does_nothing(lab: Lab
     until(lambda: lab.count("received")[0] == 3, "the third message to arrive")
     lab.wait_clean()
     assert lab.count("leased") == {0: 1}
+
+
+def test_a_worker_that_cannot_use_a_job_fails_it_with_the_cause_until_somebody_can(lab: Lab) -> None:
+    job = lab.job(2)
+    plan = job.store.read("plan.parquet")
+    job.store.delete("plan.parquet")
+    lab.queue.enqueue(job, job.pending())
+    lab.worker()
+    until(lambda: job.state() is JobState.FAILED, "the job to fail")
+    failure = job.failure()
+    assert failure is not None
+    assert "cannot use the job" in failure.cause
+    assert "plan.parquet is gone" in failure.cause
+    lab.wait_clean()
+    job.store.create("plan.parquet", plan)
+    lab.queue.enqueue(job, job.pending())
+    until(lambda: job.state() is JobState.DONE, "the job to be done after all")

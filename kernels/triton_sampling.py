@@ -1,4 +1,4 @@
-"""Masks and sampling in Triton: one program reads a row of logits twice. Knows no filters that need sorted logits."""
+"""Masks and sampling in Triton: a row of logits is read in chunks side by side. Knows no filters that need sorting."""
 
 import torch
 import triton
@@ -23,12 +23,24 @@ def sample(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
     rows, vocab = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    if rows:
-        min_p = batch.temperature if batch.min_p is None else batch.min_p
-        _sample[(rows,)](
-            logits, batch.temperature, batch.seeds, batch.positions, min_p, tokens, logprobs, logits.stride(0), vocab,
-            IS_GREEDY=batch.is_all_greedy, HAS_MIN_P=batch.min_p is not None, BLOCK=BLOCK,
+    if not rows:
+        return tokens, logprobs
+    chunks = triton.cdiv(vocab, BLOCK)
+    best, total = (torch.empty((rows, chunks), dtype=torch.float32, device=logits.device) for _ in range(2))
+    best_at = torch.empty((rows, chunks), dtype=torch.int32, device=logits.device)
+    mass, min_p = best, batch.temperature if batch.min_p is None else batch.min_p
+    shapes = {"NUM_CHUNKS": triton.next_power_of_2(chunks), "BLOCK": BLOCK}
+    _scan_chunks[(rows, chunks)](logits, best, best_at, total, logits.stride(0), vocab, chunks, BLOCK=BLOCK)
+    if not batch.is_all_greedy:
+        mass = torch.empty((rows, chunks), dtype=torch.float64, device=logits.device)
+        _weigh_chunks[(rows, chunks)](
+            logits, best, batch.temperature, min_p, mass, logits.stride(0), vocab, chunks,
+            HAS_MIN_P=batch.min_p is not None, **shapes,
         )  # fmt: skip
+    _pick[(rows,)](
+        logits, best, best_at, total, mass, batch.temperature, batch.seeds, batch.positions, min_p, tokens, logprobs,
+        logits.stride(0), vocab, chunks, IS_GREEDY=batch.is_all_greedy, HAS_MIN_P=batch.min_p is not None, **shapes,
+    )  # fmt: skip
     return tokens, logprobs
 
 
@@ -57,51 +69,81 @@ def _mix(z):
 
 
 @triton.jit
-def _sample(
-    logits, temperatures, seeds, positions, min_ps, tokens, logprobs, stride, vocab,
-    IS_GREEDY: tl.constexpr, HAS_MIN_P: tl.constexpr, BLOCK: tl.constexpr,
+def _scan_chunks(logits, best, best_at, total, stride, vocab, chunks, BLOCK: tl.constexpr):
+    """The largest logit of a chunk, its first index, and the sum of exponentials relative to it."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    columns = chunk * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(logits + row * stride + columns, mask=columns < vocab, other=float("-inf"))
+    largest = tl.max(values, 0)
+    base = tl.where(largest == float("-inf"), 0.0, largest)
+    tl.store(best + row * chunks + chunk, largest)
+    tl.store(best_at + row * chunks + chunk, tl.min(tl.where(values == largest, columns, vocab), 0))
+    tl.store(total + row * chunks + chunk, tl.sum(tl.exp(values - base), 0))
+
+
+@triton.jit
+def _row_best(best, row, chunks, NUM_CHUNKS: tl.constexpr):
+    at = tl.arange(0, NUM_CHUNKS)
+    return tl.max(tl.load(best + row * chunks + at, mask=at < chunks, other=float("-inf")), 0)
+
+
+@triton.jit
+def _weights(logits, row, columns, stride, vocab, largest, temperatures, min_ps, HAS_MIN_P: tl.constexpr):
+    """Tempered, filtered exponentials of a chunk, float64; of a greedy row or one without a token, anything finite."""
+    temperature = tl.load(temperatures + row)
+    values = tl.load(logits + row * stride + columns, mask=columns < vocab, other=float("-inf"))
+    largest = tl.where(largest == float("-inf"), 0.0, largest)
+    scaled = (values - largest) / tl.where(temperature > 0, temperature, 1.0)
+    weights = tl.exp(scaled)
+    if HAS_MIN_P:
+        weights = tl.where(scaled >= tl.log(tl.load(min_ps + row)), weights, 0.0)
+    return weights.to(tl.float64)
+
+
+@triton.jit
+def _weigh_chunks(
+    logits, best, temperatures, min_ps, mass, stride, vocab, chunks,
+    HAS_MIN_P: tl.constexpr, NUM_CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Pass one: the largest logit, its first index, and the sum of exponentials. Pass two: the first index at which the
-    running sum of the tempered, filtered exponentials exceeds u times their total. -1 where every logit is -inf."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    largest = _row_best(best, row, chunks, NUM_CHUNKS)
+    columns = chunk * BLOCK + tl.arange(0, BLOCK)
+    weights = _weights(logits, row, columns, stride, vocab, largest, temperatures, min_ps, HAS_MIN_P)
+    tl.store(mass + row * chunks + chunk, tl.sum(weights, 0))
+
+
+@triton.jit
+def _pick(
+    logits, best, best_at, total, mass, temperatures, seeds, positions, min_ps, tokens, logprobs, stride, vocab, chunks,
+    IS_GREEDY: tl.constexpr, HAS_MIN_P: tl.constexpr, NUM_CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Greedy: the first of the largest logits. Otherwise the chunk, and in it the first index, at which the running sum
+    of the weights exceeds u times their total. -1 where every logit is -inf."""
     row = tl.program_id(0).to(tl.int64)
-    best, best_at, total = float("-inf"), 0, 0.0
-    for start in range(0, vocab, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        values = tl.load(logits + row * stride + columns, mask=columns < vocab, other=float("-inf"))
-        block_best = tl.max(values, 0)
-        new_best = tl.maximum(best, block_best)
-        safe_best = tl.where(new_best == float("-inf"), 0.0, new_best)
-        total = total * tl.exp(best - safe_best) + tl.sum(tl.exp(values - safe_best), 0)
-        block_at = tl.min(tl.where(values == block_best, columns, vocab), 0)
-        best_at = tl.where(block_best > best, block_at, best_at)
-        best = new_best
-    is_dead = best == float("-inf")
-    token = best_at
-    if not IS_GREEDY:
-        temperature = tl.load(temperatures + row)
-        if (temperature > 0) & (best > float("-inf")):
-            u = _uniform(tl.load(seeds + row), tl.load(positions + row))
-            floor = float("-inf")
-            if HAS_MIN_P:
-                floor = tl.log(tl.load(min_ps + row))
-            mass = u * 0.0  # of float64, as the draws are
-            for start in range(0, vocab, BLOCK):
-                columns = start + tl.arange(0, BLOCK)
-                values = tl.load(logits + row * stride + columns, mask=columns < vocab, other=float("-inf"))
-                scaled = (values - best) / temperature
-                mass += tl.sum(tl.where(scaled >= floor, tl.exp(scaled), 0.0).to(tl.float64), 0)
-            point = u * mass
-            before = u * 0.0
-            token = vocab
-            for start in range(0, vocab, BLOCK):
-                columns = start + tl.arange(0, BLOCK)
-                values = tl.load(logits + row * stride + columns, mask=columns < vocab, other=float("-inf"))
-                scaled = (values - best) / temperature
-                weights = tl.where(scaled >= floor, tl.exp(scaled), 0.0).to(tl.float64)
-                is_past = (before + tl.cumsum(weights, 0) > point) & (weights > 0)
-                token = tl.minimum(token, tl.min(tl.where(is_past, columns, vocab), 0))
-                before += tl.sum(weights, 0)
-            token = tl.where(token == vocab, best_at, token)  # the point rounded up to the total
+    at = tl.arange(0, NUM_CHUNKS)
+    inside = at < chunks
+    of_chunk = row * chunks + at
+    bests = tl.load(best + of_chunk, mask=inside, other=float("-inf"))
+    largest = tl.max(bests, 0)
+    is_dead = largest == float("-inf")
+    base = tl.where(is_dead, 0.0, largest)
+    sums = tl.load(total + of_chunk, mask=inside, other=0.0)
+    normalizer = tl.sum(tl.where(bests > float("-inf"), sums * tl.exp(bests - base), 0.0), 0)
+    token = tl.min(tl.where(inside & (bests == largest), tl.load(best_at + of_chunk, mask=inside, other=0), vocab), 0)
+    if not IS_GREEDY:  # noqa: SIM102 - the inner condition is on the device
+        if (tl.load(temperatures + row) > 0) & (largest > float("-inf")):
+            masses = tl.load(mass + of_chunk, mask=inside, other=0.0)
+            point = _uniform(tl.load(seeds + row), tl.load(positions + row)) * tl.sum(masses, 0)
+            reached = tl.cumsum(masses, 0)
+            last = tl.max(tl.where(masses > 0, at, 0), 0)  # where the point rounded up to the total
+            chunk = tl.min(tl.where((reached > point) & (masses > 0), at, last), 0)
+            before = tl.sum(tl.where(at < chunk, masses, 0.0), 0)
+            columns = chunk * BLOCK + tl.arange(0, BLOCK)
+            weights = _weights(logits, row, columns, stride, vocab, largest, temperatures, min_ps, HAS_MIN_P)
+            is_past = (before + tl.cumsum(weights, 0) > point) & (weights > 0)
+            last_column = tl.max(tl.where(weights > 0, columns, 0), 0)
+            token = tl.min(tl.where(is_past, columns, last_column), 0)
+    token = tl.where(is_dead, 0, token)
     chosen = tl.load(logits + row * stride + token)
     tl.store(tokens + row, tl.where(is_dead, -1, token))
-    tl.store(logprobs + row, tl.where(is_dead, float("-inf"), chosen - best - tl.log(total)))
+    tl.store(logprobs + row, tl.where(is_dead, float("-inf"), chosen - largest - tl.log(normalizer)))

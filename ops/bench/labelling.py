@@ -17,6 +17,7 @@ from typing import Any
 
 from engine.llm import LLM, SamplingParams
 from ops.bench.measurement import Run, summarise, write_result
+from ops.bench.roofline import Rates, RowWork, measure_rates, roofline
 from ops.bench.workloads import SHAPES, Workload, extract, free, route
 from schemas.constraints import load_constraint, make_validator
 from schemas.errors import InputDataError
@@ -40,10 +41,11 @@ class LabellingBench:
 def run_labelling_bench(bench: LabellingBench, commit: str | None = None) -> list[str]:
     """Measure, write one JSON file a workload, and return the lines to print."""
     lines = [f"{'workload':<10}{'rows/s':>10}{'output tok/s':>14}{'seconds':>10}{'valid':>14}"]
+    rates = measure_rates()
     with _model_directory(bench) as directory:
         for name in bench.workloads:
             workload = load_workload(name, bench.questions)
-            runs, result, kernels = _measure(bench, workload, directory)
+            runs, result, kernels = _measure(bench, workload, directory, rates)
             config = {"engine": bench.engine, "dtype": "bfloat16", "repeats": bench.repeats}
             facts = {"results": [result], "kernels": kernels} | ({"commit": commit} if commit else {})
             path = write_result(f"engine-{bench.shape}-{name}", config, runs, **facts)
@@ -54,7 +56,9 @@ def run_labelling_bench(bench: LabellingBench, commit: str | None = None) -> lis
     return lines
 
 
-def _measure(bench: LabellingBench, workload: Workload, directory: Path) -> tuple[list[Run], dict[str, Any], Any]:
+def _measure(
+    bench: LabellingBench, workload: Workload, directory: Path, rates: Rates | None
+) -> tuple[list[Run], dict[str, Any], Any]:
     """Time the workload on a fresh engine for each repeat, so that no run finds its rows in the prefix cache."""
     params = sampling_params(workload)
     runs: list[Run] = []
@@ -65,16 +69,20 @@ def _measure(bench: LabellingBench, workload: Workload, directory: Path) -> tupl
             done = llm.generate(workload.prompts, params)
             runs.append(_run(repeat, time.perf_counter() - start, done, workload))
             kernels = llm.hello.kernels
-    rates = summarise(runs)["nightmill"]
+    medians = {name: each.median for name, each in summarise(runs)["nightmill"].items()}
+    rows = [RowWork(each.num_prompt_tokens, each.num_cached_tokens, len(each.token_ids)) for each in done]
     result = {
         "model": bench.shape,
         "workload": workload.name,
-        "rows_per_s": rates["rows_per_s"].median,
-        "output_tokens_per_s": rates["output_tokens_per_s"].median,
+        "rows_per_s": medians["rows_per_s"],
+        "output_tokens_per_s": medians["output_tokens_per_s"],
         "num_prompt_tokens": sum(completion.num_prompt_tokens for completion in done),
         "num_cached_tokens": sum(completion.num_cached_tokens for completion in done),
         "finish_reasons": Counter(str(completion.finish_reason) for completion in done),
     }
+    if rates and not SHAPES[bench.shape].get("n_routed_experts"):
+        is_free = workload.schema is None
+        result["roofline"] = roofline(SHAPES[bench.shape], rates, rows, medians["seconds"], is_free=is_free)
     return runs, result, kernels
 
 

@@ -1,0 +1,49 @@
+"""The bound of a workload: parameters as a real model has them, work as a plain count gives it."""
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from ops.bench.roofline import DenseCosts, Rates, RowWork, decode_seconds, prefill_seconds, roofline
+from ops.bench.workloads import QWEN3
+
+CONFIG = QWEN3 | {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 128,
+    "tie_word_embeddings": False,
+}
+RATES = Rates(flops_per_s=1e6, bytes_per_s=1e6)
+
+
+def test_parameters_and_cache_are_those_of_the_model() -> None:
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(Qwen3Config(**CONFIG))
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    head = linears.pop("lm_head")
+    costs = DenseCosts.of(CONFIG)
+    assert costs.body_parameters == sum(module.weight.numel() for module in linears.values())
+    assert costs.head_parameters == head.weight.numel()
+    assert costs.cache_bytes == 3 * 2 * 2 * 16 * 2
+
+
+def test_bounds_equal_a_plain_count() -> None:
+    costs = DenseCosts.of(CONFIG)
+    rows = [RowWork(10, 4, 3), RowWork(7, 0, 1)]
+    pairs = sum(range(5, 11)) + sum(range(1, 8))  # keys that each own token sees
+    wanted = 2 * (6 + 7) * costs.body_parameters + 4 * costs.attention_width * pairs
+    assert prefill_seconds(costs, RATES, rows) == pytest.approx(wanted / 1e6)
+    weights = 2 * (costs.body_parameters + costs.head_parameters)
+    steps = [weights + costs.cache_bytes * (10 + step) for step in (1, 2)]  # by bytes: at one row they cost more
+    assert decode_seconds(costs, Rates(1e12, 1e6), rows) == pytest.approx(sum(steps) / 1e6)
+
+
+def test_constrained_rows_are_bound_by_their_prompts_alone() -> None:
+    rows = [RowWork(10, 4, 3)]
+    free, constrained = (roofline(CONFIG, RATES, rows, 2.0, is_free=is_free) for is_free in (True, False))
+    assert constrained["decode_bound_s"] == 0.0 < free["decode_bound_s"]
+    assert constrained["share_of_bound"] == pytest.approx(prefill_seconds(DenseCosts.of(CONFIG), RATES, rows) / 2)

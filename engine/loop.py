@@ -77,7 +77,9 @@ def load_parts(model: ModelRef, settings: EngineSettings, rank: int = 0, rendezv
     topology = Topology.of(settings)
     device = select_device(settings, rank, topology.num_ranks)
     try:
-        kernels, choices = select_kernels(device, getattr(torch, model.dtype), settings.kernels)
+        kernels, choices = select_kernels(
+            device, getattr(torch, model.dtype), settings.kernels, is_fp8=model.quantization == "fp8"
+        )
     except BackendError as error:
         raise KernelError(str(error)) from error
     for choice in choices:

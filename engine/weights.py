@@ -48,8 +48,6 @@ def load_model(
 
     With ``load_format`` "random" only the spec is read; the weights depend on nothing but their names and shapes.
     """
-    if ref.quantization != "none":
-        raise ModelError(f"quantization {ref.quantization!r} is not implemented: use none")
     files = files or resolve_model(ref.name, ref.revision)
     dtype = getattr(torch, ref.dtype)
     gguf = GgufFile(files.path) if files.layout == "gguf" else None

@@ -142,6 +142,12 @@ class Kernels(Protocol):
     def pack_weight(self, weight: Tensor, bias: Tensor | None = None) -> Any:
         """Prepare ``weight`` [out, in] (and ``bias`` [out]) for ``linear``; may copy it into a faster layout."""
 
+    def pack_projection(self, weight: Tensor, bias: Tensor | None = None) -> Any:
+        """As ``pack_weight``, for the projections inside layers: in fp8 with block scales if the job asks for it.
+
+        Codes and scales are those of kernels.reference_fp8; ``linear`` then rounds ``x`` to fp8 too.
+        """
+
     def linear(self, x: Tensor, packed: Any) -> Tensor:
         """``x`` [N, in] times the packed weight, transposed, plus its bias: [N, out] in x's dtype."""
 
@@ -203,7 +209,7 @@ class Kernels(Protocol):
     """Rows of one expert in ``grouped_linear`` come in multiples of this; 128 for DeepGEMM on Hopper."""
 
     def pack_experts(self, gate_up: Tensor, down: Tensor) -> Any:
-        """Prepare the weights [E, 2I, hidden] and [E, hidden, I] of E gated MLPs for ``experts_mlp``."""
+        """Prepare the weights [E, 2I, hidden] and [E, hidden, I] of E gated MLPs; in fp8 as ``pack_projection``."""
 
     def grouped_linear(self, x: Tensor, weight: Tensor, rows: ExpertRows) -> Tensor:
         """``x`` [X, in] times its row's expert of ``weight`` [E, out, in], transposed: [X, out]; undefined in padding.

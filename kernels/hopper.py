@@ -9,14 +9,16 @@ from __future__ import annotations
 import importlib
 import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels import triton_mla, triton_moe
+from kernels import triton_fp8, triton_mla, triton_moe
 from kernels.api import AttentionBatch, Choice
+from kernels.reference_fp8 import BLOCK, quantize_blocks
 from kernels.reference_mla import UpProjection
 from kernels.reference_moe import PackedExperts
 from kernels.triton_dense import TritonKernels
@@ -28,6 +30,27 @@ MASKED_SHARE = 96
 """Pairs an expert, on average, up to which the masked layout is used: it computes fewer rows of padding."""
 ROW_HEADS = 64
 """Heads with which every row fills a tile of FlashMLA alone, so that rows of a run gain nothing from sharing one."""
+
+
+FP8_DEPTH = BLOCK
+"""Inputs of a projection come in multiples of this for DeepGEMM's fp8 products."""
+
+
+@dataclass(frozen=True)
+class Fp8Weight:
+    """Codes [..., out, in] and their blocks' scales; a bias [out]."""
+
+    codes: Tensor
+    scales: Tensor
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Fp8Experts:
+    """Stacked weights of E gated MLPs."""
+
+    gate_up: Fp8Weight
+    down: Fp8Weight
 
 
 @dataclass(frozen=True)
@@ -43,8 +66,8 @@ class HopperKernels(TritonKernels):
 
     name = "hopper"
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, libraries: Libraries) -> None:
-        super().__init__(device, dtype)
+    def __init__(self, device: torch.device, dtype: torch.dtype, libraries: Libraries, *, is_fp8: bool = False) -> None:
+        super().__init__(device, dtype, is_fp8=is_fp8)
         self._libraries = libraries
         self._schedule: tuple[AttentionBatch, bool, Schedule] | None = None  # of the last step, for all layers
 
@@ -76,40 +99,90 @@ class HopperKernels(TritonKernels):
         )
         triton_mla.project_values(attended[:, 0].transpose(0, 1), up, out)
 
-    def experts_mlp(self, x: Tensor, weights: Tensor, experts: Tensor, packed: PackedExperts) -> Tensor:
-        """See Kernels.experts_mlp."""
-        deep_gemm = self._libraries.deep_gemm
-        num_experts, hidden, inner = packed.down.shape
-        if deep_gemm is None or hidden % 64 or inner % 64:
-            return super().experts_mlp(x, weights, experts, packed)
-        if experts.numel() > MASKED_SHARE * num_experts:
-            return self._experts_mlp_contiguous(x, weights, experts, packed)
-        return self._experts_mlp_masked(x, weights, experts, packed)
+    def pack_projection(self, weight: Tensor, bias: Tensor | None = None) -> Any:
+        """See Kernels.pack_projection."""
+        if not self._has_fp8(weight.shape[1]):
+            return super().pack_projection(weight, bias)
+        return Fp8Weight(*quantize_blocks(weight), bias)
 
-    def _experts_mlp_contiguous(self, x: Tensor, weights: Tensor, experts: Tensor, packed: PackedExperts) -> Tensor:
+    def linear(self, x: Tensor, packed: Any) -> Tensor:
+        """See Kernels.linear."""
+        if not isinstance(packed, Fp8Weight):
+            return super().linear(x, packed)
+        out = x.new_empty(len(x), len(packed.codes))
+        if len(x):
+            self._libraries.deep_gemm.fp8_gemm_nt(triton_fp8.quantize_rows(x), (packed.codes, packed.scales), out)
+        return out if packed.bias is None else out.add_(packed.bias)
+
+    def pack_experts(self, gate_up: Tensor, down: Tensor) -> Any:
+        """See Kernels.pack_experts."""
+        if not (self._has_fp8(gate_up.shape[2]) and self._has_fp8(down.shape[2])):
+            return super().pack_experts(gate_up, down)
+        packed = []
+        for weight in (gate_up, down):  # expert by expert: in fp32 all of them may not fit
+            codes, scales = zip(*(quantize_blocks(expert) for expert in weight), strict=True)
+            packed.append(Fp8Weight(torch.stack(codes), torch.stack(scales)))
+        return Fp8Experts(*packed)
+
+    def experts_mlp(self, x: Tensor, weights: Tensor, experts: Tensor, packed: Any) -> Tensor:
+        """See Kernels.experts_mlp."""
+        if not isinstance(packed, Fp8Experts) and not self._takes_experts(packed):
+            return super().experts_mlp(x, weights, experts, packed)
+        compute = self._experts_mlp_contiguous
+        if experts.numel() <= MASKED_SHARE * len(packed.down.codes if isinstance(packed, Fp8Experts) else packed.down):
+            compute = self._experts_mlp_masked
+        return compute(x, weights, experts, packed)
+
+    def _has_fp8(self, depth: int) -> bool:
+        return self.is_fp8 and self._libraries.deep_gemm is not None and depth % FP8_DEPTH == 0
+
+    def _takes_experts(self, packed: PackedExperts) -> bool:
+        depths = packed.gate_up.shape[2], packed.down.shape[2]
+        return self._libraries.deep_gemm is not None and not packed.is_fp8 and all(depth % 64 == 0 for depth in depths)
+
+    def _experts_mlp_contiguous(self, x: Tensor, weights: Tensor, experts: Tensor, packed: Any) -> Tensor:
         """Runs of experts follow each other: for steps of many rows."""
-        multiply = self._libraries.deep_gemm.m_grouped_bf16_gemm_nt_contiguous
-        rows = triton_moe.sort_by_expert(experts, len(packed.down), CONTIGUOUS_ALIGNMENT)
-        gate_up = x.new_empty(len(rows.sources), packed.gate_up.shape[1])
-        multiply(x.index_select(0, rows.sources), packed.gate_up, gate_up, rows.experts)
+        deep_gemm, is_fp8 = self._libraries.deep_gemm, isinstance(packed, Fp8Experts)
+        num_experts = len(packed.down.codes) if is_fp8 else len(packed.down)
+        rows = triton_moe.sort_by_expert(experts, num_experts, CONTIGUOUS_ALIGNMENT)
         y = x.new_empty(len(rows.sources), x.shape[1])
-        multiply(self.silu_mul(gate_up), packed.down, y, rows.experts)
+        if is_fp8:
+            multiply = deep_gemm.m_grouped_fp8_gemm_nt_contiguous
+            gate_up = x.new_empty(len(rows.sources), packed.gate_up.codes.shape[1])
+            gathered = triton_fp8.quantize_rows(x, sources=rows.sources, experts=rows.experts)
+            multiply(gathered, (packed.gate_up.codes, packed.gate_up.scales), gate_up, rows.experts)
+            inner = triton_fp8.quantize_rows(gate_up, is_gated=True, experts=rows.experts)
+            multiply(inner, (packed.down.codes, packed.down.scales), y, rows.experts)
+        else:
+            multiply = deep_gemm.m_grouped_bf16_gemm_nt_contiguous
+            gate_up = x.new_empty(len(rows.sources), packed.gate_up.shape[1])
+            multiply(x.index_select(0, rows.sources), packed.gate_up, gate_up, rows.experts)
+            multiply(self.silu_mul(gate_up), packed.down, y, rows.experts)
         return triton_moe.combine(y, weights, rows)
 
-    def _experts_mlp_masked(self, x: Tensor, weights: Tensor, experts: Tensor, packed: PackedExperts) -> Tensor:
+    def _experts_mlp_masked(self, x: Tensor, weights: Tensor, experts: Tensor, packed: Any) -> Tensor:
         """Each expert has room for all rows, of which it computes its own: for steps of few rows, recorded ones."""
-        multiply = self._libraries.deep_gemm.m_grouped_bf16_gemm_nt_masked
-        num_experts, hidden, inner = packed.down.shape
+        deep_gemm, is_fp8 = self._libraries.deep_gemm, isinstance(packed, Fp8Experts)
+        num_experts = len(packed.down.codes) if is_fp8 else len(packed.down)
         room = -(-len(x) // MASKED_ALIGNMENT) * MASKED_ALIGNMENT
         expected = -(-experts.numel() // num_experts)
         rows, counts = triton_moe.place_by_expert(experts, num_experts, room)
-        gate_up = x.new_empty(num_experts, room, 2 * inner)
-        multiply(
-            triton_moe.scatter_rows(x, rows).view(num_experts, room, hidden), packed.gate_up, gate_up, counts, expected
-        )
-        y = x.new_empty(num_experts, room, hidden)
-        inner_rows = triton_moe.silu_mul_rows(gate_up.flatten(0, 1), rows)
-        multiply(inner_rows.view(num_experts, room, inner), packed.down, y, counts, expected)
+        shape = num_experts, room, -1
+        y = x.new_empty(num_experts, room, x.shape[1])
+        if is_fp8:
+            multiply = deep_gemm.m_grouped_fp8_gemm_nt_masked
+            gate_up = x.new_empty(num_experts, room, packed.gate_up.codes.shape[1])
+            quantize = partial(triton_fp8.quantize_rows, experts=rows.experts[:-1], num_runs=num_experts)
+            scattered = quantize(x, sources=rows.sources[:-1])
+            multiply(scattered, (packed.gate_up.codes, packed.gate_up.scales), gate_up, counts, expected)
+            inner = quantize(gate_up.flatten(0, 1), is_gated=True)
+            multiply(inner, (packed.down.codes, packed.down.scales), y, counts, expected)
+        else:
+            multiply = deep_gemm.m_grouped_bf16_gemm_nt_masked
+            gate_up = x.new_empty(num_experts, room, packed.gate_up.shape[1])
+            multiply(triton_moe.scatter_rows(x, rows).view(shape), packed.gate_up, gate_up, counts, expected)
+            gated = triton_moe.silu_mul_rows(gate_up.flatten(0, 1), rows).view(shape)
+            multiply(gated, packed.down, y, counts, expected)
         return triton_moe.combine(y.flatten(0, 1), weights, rows)
 
     def _schedule_for(self, batch: AttentionBatch, num_rows: int) -> Schedule:

@@ -4,7 +4,7 @@ Decode rows that share leading blocks read the shared keys and values once; part
 Shape legend as in kernels.api, plus R = H / G query heads of a group. Knows nothing of models or requests.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.api import AttentionBatch, ExpertRows, Gate, HeadNorms, SamplingBatch
+from kernels.reference_fp8 import round_blocks, round_rows
 from kernels.reference_mla import UpProjection, absorb, attend_rows, project_values, split_up_projection
 from kernels.reference_moe import PackedExperts, combine, grouped_linear, route, sort_by_expert
 from kernels.sampling import sample
@@ -30,6 +31,7 @@ class PackedWeight:
     weight: Tensor
     bias: Tensor | None
     is_prepacked: bool
+    is_fp8: bool = False  # the weight stands for fp8 codes, and what it multiplies is rounded to such
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,12 @@ class ReferenceKernels:
     name = "reference"
     row_alignment = 1
 
-    def __init__(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, device: torch.device | None = None, dtype: torch.dtype = torch.float32, *, is_fp8: bool = False
+    ) -> None:
+        """``is_fp8``: projections and experts compute what fp8 codes stand for, at the speed of ``dtype``."""
         self.dtype = dtype
+        self.is_fp8 = is_fp8
         self.can_prepack = (device is None or device.type == "cpu") and can_prepack(dtype)
         self._plan: tuple[AttentionBatch, Layout, AttentionPlan] | None = None  # of the last step, for all layers
 
@@ -97,8 +103,16 @@ class ReferenceKernels:
             return PackedWeight(torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None), bias, True)
         return PackedWeight(weight, bias, False)
 
+    def pack_projection(self, weight: Tensor, bias: Tensor | None = None) -> PackedWeight:
+        """See Kernels.pack_projection."""
+        if not self.is_fp8:
+            return self.pack_weight(weight, bias)
+        return replace(self.pack_weight(round_blocks(weight), bias), is_fp8=True)
+
     def linear(self, x: Tensor, packed: PackedWeight) -> Tensor:
         """See Kernels.linear."""
+        if packed.is_fp8:
+            x = round_rows(x)
         if packed.is_prepacked:
             return torch.ops.mkldnn._linear_pointwise(x, packed.weight, packed.bias, "none", [], "")
         return functional.linear(x, packed.weight, packed.bias)
@@ -174,6 +188,8 @@ class ReferenceKernels:
 
     def pack_experts(self, gate_up: Tensor, down: Tensor) -> PackedExperts:
         """See Kernels.pack_experts."""
+        if self.is_fp8:
+            return PackedExperts(round_blocks(gate_up), round_blocks(down), is_fp8=True)
         return PackedExperts(gate_up, down)
 
     def grouped_linear(self, x: Tensor, weight: Tensor, rows: ExpertRows) -> Tensor:
@@ -183,8 +199,8 @@ class ReferenceKernels:
     def experts_mlp(self, x: Tensor, weights: Tensor, experts: Tensor, packed: PackedExperts) -> Tensor:
         """See Kernels.experts_mlp; a backend with another grouped GEMM replaces ``grouped_linear`` alone."""
         rows = sort_by_expert(experts, len(packed.down), self.row_alignment)
-        inner = self.silu_mul(self.grouped_linear(x[rows.sources], packed.gate_up, rows))
-        return combine(self.grouped_linear(inner, packed.down, rows), weights, rows)
+        inner = self.silu_mul(self.grouped_linear(_rounded(x, packed)[rows.sources], packed.gate_up, rows))
+        return combine(self.grouped_linear(_rounded(inner, packed), packed.down, rows), weights, rows)
 
     def apply_token_bitmask(self, logits: Tensor, bitmask: Tensor) -> None:
         """See Kernels.apply_token_bitmask."""
@@ -202,6 +218,10 @@ class ReferenceKernels:
         if self._plan is None or self._plan[0] is not batch or self._plan[1] != layout:
             self._plan = batch, layout, plan_attention(batch, layout)
         return self._plan[2]
+
+
+def _rounded(x: Tensor, packed: PackedExperts) -> Tensor:
+    return round_rows(x) if packed.is_fp8 else x
 
 
 def can_prepack(dtype: torch.dtype) -> bool:

@@ -18,6 +18,7 @@ class PackedExperts:
 
     gate_up: Tensor  # [E, 2I, hidden]
     down: Tensor  # [E, hidden, I]
+    is_fp8: bool = False  # the weights stand for fp8 codes, and what they multiply is rounded to such
 
 
 def route(logits: Tensor, gate: Gate, bias: Tensor | None) -> tuple[Tensor, Tensor]:

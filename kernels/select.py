@@ -20,21 +20,24 @@ class Backend:
     """A backend that can be asked for by name. ``open`` raises BackendError with the cause if it cannot be had."""
 
     name: str
-    open: Callable[[torch.device, torch.dtype], tuple[Kernels, tuple[Choice, ...]]]
+    open: Callable[[torch.device, torch.dtype, bool], tuple[Kernels, tuple[Choice, ...]]]
     aliases: tuple[str, ...] = ()
 
 
-def select_kernels(device: torch.device, dtype: torch.dtype, wanted: str) -> tuple[Kernels, tuple[Choice, ...]]:
+def select_kernels(
+    device: torch.device, dtype: torch.dtype, wanted: str, *, is_fp8: bool = False
+) -> tuple[Kernels, tuple[Choice, ...]]:
     """Open the backend ``wanted``, or for "auto" the first of the registry that can be had.
 
+    ``is_fp8``: projections and experts have fp8 weights and round what they multiply to fp8.
     Raises BackendError for an unknown name, or for a named backend that cannot be had, with the cause.
     """
     if wanted != "auto":
-        return _find(wanted).open(device, dtype)
+        return _find(wanted).open(device, dtype, is_fp8)
     causes = []
     for backend in BACKENDS:
         try:
-            kernels, choices = backend.open(device, dtype)
+            kernels, choices = backend.open(device, dtype, is_fp8)
         except BackendError as error:
             causes.append(f"{backend.name}: {error}")
         else:
@@ -51,10 +54,10 @@ def _find(wanted: str) -> Backend:
     raise BackendError(f"unknown kernel backend {wanted!r}: engine.kernels must be one of {known}")
 
 
-def _open_reference(device: torch.device, dtype: torch.dtype) -> tuple[Kernels, tuple[Choice, ...]]:
+def _open_reference(device: torch.device, dtype: torch.dtype, is_fp8: bool) -> tuple[Kernels, tuple[Choice, ...]]:
     from kernels.reference import ReferenceKernels
 
-    kernels = ReferenceKernels(device, dtype)
+    kernels = ReferenceKernels(device, dtype, is_fp8=is_fp8)
     if kernels.can_prepack:
         linear = Choice("linear", "onednn", f"prepacked {dtype} weights agree with torch on this CPU and are faster")
     elif device.type == "cpu":
@@ -62,10 +65,10 @@ def _open_reference(device: torch.device, dtype: torch.dtype) -> tuple[Kernels, 
     else:
         linear = Choice("linear", "torch", f"cuBLAS through torch on {device}")
     rest = Choice("everything else", "reference", f"plain torch on {device}")
-    return kernels, (linear, rest)
+    return kernels, (*_fp8_choice(dtype, is_fp8), linear, rest)
 
 
-def _open_triton(device: torch.device, dtype: torch.dtype) -> tuple[Kernels, tuple[Choice, ...]]:
+def _open_triton(device: torch.device, dtype: torch.dtype, is_fp8: bool) -> tuple[Kernels, tuple[Choice, ...]]:
     if device.type != "cuda":
         raise BackendError(f"its kernels need an NVIDIA GPU, not {device}")
     try:
@@ -74,21 +77,33 @@ def _open_triton(device: torch.device, dtype: torch.dtype) -> tuple[Kernels, tup
         raise BackendError(f"triton cannot be imported: {error}") from error
     linear = Choice("linear", "torch", f"cuBLAS through torch on {device}")
     fused = Choice("everything else", "triton", f"fused kernels on {torch.cuda.get_device_name(device)}")
-    return TritonKernels(device, dtype), (linear, fused)
+    return TritonKernels(device, dtype, is_fp8=is_fp8), (*_fp8_choice(dtype, is_fp8), linear, fused)
 
 
-def _open_hopper(device: torch.device, dtype: torch.dtype) -> tuple[Kernels, tuple[Choice, ...]]:
+def _fp8_choice(dtype: torch.dtype, is_fp8: bool) -> tuple[Choice, ...]:
+    """Of a backend that has no fp8 products."""
+    reason = f"computed as what the codes stand for, at the speed of {dtype}: deep_gemm on a Hopper GPU is faster"
+    return (Choice("fp8 linear", "reference", reason),) if is_fp8 else ()
+
+
+def _open_hopper(device: torch.device, dtype: torch.dtype, is_fp8: bool) -> tuple[Kernels, tuple[Choice, ...]]:
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         raise BackendError(f"its libraries are built for compute capability 9.0 (H100, H200), not for {device}")
     if dtype != torch.bfloat16:
         raise BackendError(f"its libraries compute in bfloat16, not in {dtype}")
-    _, triton_choices = _open_triton(device, dtype)
-    from kernels.hopper import HopperKernels, load_libraries
+    _, triton_choices = _open_triton(device, dtype, False)
+    from kernels.hopper import FP8_DEPTH, HopperKernels, load_libraries
 
     libraries, choices = load_libraries()
     if all(choice.backend == "triton" for choice in choices):
         raise BackendError("; ".join(choice.reason for choice in choices))
-    return HopperKernels(device, dtype, libraries), (*choices, *triton_choices)
+    if is_fp8:
+        if libraries.deep_gemm is None:
+            triton_choices = (*_fp8_choice(dtype, is_fp8), *triton_choices)
+        else:
+            fp8 = Choice("fp8 linear", "deep_gemm", f"inputs of {FP8_DEPTH} times any values; others as the reference")
+            choices = (*choices, fp8)
+    return HopperKernels(device, dtype, libraries, is_fp8=is_fp8), (*choices, *triton_choices)
 
 
 BACKENDS = (

@@ -12,6 +12,7 @@ from torch import Tensor
 from kernels import triton_mla, triton_moe, triton_sampling
 from kernels.api import AttentionBatch, Gate, HeadNorms, SamplingBatch
 from kernels.reference import ReferenceKernels
+from kernels.reference_fp8 import round_rows
 from kernels.reference_mla import UpProjection
 from kernels.reference_moe import PackedExperts
 
@@ -28,8 +29,10 @@ class TritonKernels(ReferenceKernels):
 
     name = "triton"
 
-    def __init__(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__(device, dtype)
+    def __init__(
+        self, device: torch.device | None = None, dtype: torch.dtype = torch.float32, *, is_fp8: bool = False
+    ) -> None:
+        super().__init__(device, dtype, is_fp8=is_fp8)
         self._expansion: tuple[AttentionBatch, triton_mla.Expansion | None] | None = None
 
     @property
@@ -157,7 +160,11 @@ class TritonKernels(ReferenceKernels):
         num_experts = len(packed.down)
         tiling = triton_moe.choose_tiling(experts.numel(), num_experts, x.dtype)
         rows = triton_moe.sort_by_expert(experts, num_experts, tiling.rows)
+        if packed.is_fp8:
+            x = round_rows(x)
         inner = triton_moe.gated_linear(x, packed.gate_up, rows, tiling)
+        if packed.is_fp8:
+            inner = round_rows(inner)
         return triton_moe.combine(triton_moe.grouped_linear(inner, packed.down, rows, tiling), weights, rows)
 
     def apply_token_bitmask(self, logits: Tensor, bitmask: Tensor) -> None:

@@ -31,10 +31,10 @@ def pack_fused(kernels: Kernels, linears: Sequence[Linear]) -> Any:
     """Pack linear modules of one input as a single projection whose outputs follow each other."""
     weight = torch.cat([linear.weight for linear in linears])
     if all(linear.bias is None for linear in linears):
-        return kernels.pack_weight(weight)
+        return kernels.pack_projection(weight)
     zero = weight.new_zeros(1)
     biases = [zero.expand(len(linear.weight)) if linear.bias is None else linear.bias for linear in linears]
-    return kernels.pack_weight(weight, torch.cat(biases))
+    return kernels.pack_projection(weight, torch.cat(biases))
 
 
 class Rotary:

@@ -129,6 +129,16 @@ def test_an_fp8_checkpoint_means_its_values_times_their_blocks_scales(tmp_path: 
     torch.testing.assert_close(all_logits(load(narrow)), all_logits(load(wide)), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_fp8_projections_stay_near_the_model_they_round(tmp_path: Path, family: str) -> None:
+    directory = write_tiny_model(tmp_path, family)
+    exact = all_logits(load(directory))
+    ref = ModelRef(name=str(directory), digest="0" * 16, quantization="fp8")
+    kernels = ReferenceKernels(CPU, torch.float32, is_fp8=True)
+    rounded = all_logits(load_model(ModelFiles(directory, "huggingface"), ref, kernels, CPU))
+    assert 0.001 < float((rounded - exact).norm() / exact.norm()) < 0.2
+
+
 def test_fp8_without_fitting_scales_is_refused_by_name(tmp_path: Path) -> None:
     narrow, _ = write_fp8_model(tmp_path, 16)
     path, name = narrow / "model.safetensors", "model.layers.0.self_attn.o_proj.weight"

@@ -21,10 +21,10 @@ KEY, ROPE, VALUE, RANK = 128, 64, 128, 512
 on_hopper = [pytest.mark.gpu, pytest.mark.skipif(not ON_HOPPER, reason="no Hopper GPU")]
 
 
-def hopper_kernels(library: str) -> HopperKernels:
+def hopper_kernels(library: str, *, is_fp8: bool = False) -> HopperKernels:
     """The backend, or a skip that says why a library cannot be had."""
     try:
-        kernels, choices = select_kernels(DEVICE, torch.bfloat16, "hopper")
+        kernels, choices = select_kernels(DEVICE, torch.bfloat16, "hopper", is_fp8=is_fp8)
     except BackendError as error:
         pytest.skip(str(error))
     missing = [choice.reason for choice in choices if choice.reason.startswith(f"{library} cannot")]
@@ -119,16 +119,30 @@ def test_a_recorded_graph_follows_the_lengths_of_each_replay(backend: str) -> No
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not ON_HOPPER, reason="no Hopper GPU")
+@pytest.mark.parametrize("is_fp8", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("num_rows", [1, 5, 256, 4000])
-def test_deep_gemm_experts_equal_the_reference(num_rows: int) -> None:
-    kernels, oracle = hopper_kernels("deep_gemm"), ReferenceKernels(DEVICE)
+def test_deep_gemm_experts_equal_the_reference(num_rows: int, is_fp8: bool) -> None:
+    kernels, oracle = hopper_kernels("deep_gemm", is_fp8=is_fp8), ReferenceKernels(DEVICE, is_fp8=is_fp8)
     x, gate_up = draw(num_rows, 2048, seed=1), draw(64, 2816, 2048, seed=2) * 0.02
     down, logits = draw(64, 2048, 1408, seed=3) * 0.02, draw(num_rows, 64, seed=4)
     weights, experts = kernels.route(logits, Gate(Scoring.SOFTMAX, 6))
     experts[::7, 2] = -1
     x, gate_up, down = x.bfloat16(), gate_up.bfloat16(), down.bfloat16()
-    packed = oracle.pack_experts(gate_up.float(), down.float())
-    wanted = oracle.experts_mlp(x.float(), weights, experts, packed)
+    wanted = oracle.experts_mlp(x.float(), weights, experts, oracle.pack_experts(gate_up.float(), down.float()))
+    packed = kernels.pack_experts(gate_up, down)
     for compute in (kernels.experts_mlp, kernels._experts_mlp_contiguous, kernels._experts_mlp_masked):
-        got = compute(x, weights, experts, kernels.pack_experts(gate_up, down))
-        assert relative_error(got, wanted) < TOLERANCE, compute
+        assert relative_error(compute(x, weights, experts, packed), wanted) < TOLERANCE, compute
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_HOPPER, reason="no Hopper GPU")
+@pytest.mark.parametrize("num_rows", [1, 77, 4000])
+@pytest.mark.parametrize(("outputs", "inputs"), [(4096, 1024), (2624, 2048), (200, 100)])
+def test_fp8_projections_equal_the_reference(num_rows: int, outputs: int, inputs: int) -> None:
+    """The last shape is none of DeepGEMM's."""
+    kernels, oracle = hopper_kernels("deep_gemm", is_fp8=True), ReferenceKernels(DEVICE, is_fp8=True)
+    x, weight = draw(num_rows, inputs, seed=1).bfloat16(), draw(outputs, inputs, seed=2).bfloat16()
+    bias = draw(outputs, seed=3).bfloat16()
+    got = kernels.linear(x, kernels.pack_projection(weight, bias))
+    wanted = oracle.linear(x.float(), oracle.pack_projection(weight.float(), bias.float()))
+    assert relative_error(got, wanted) < TOLERANCE

@@ -22,13 +22,19 @@ def test_the_reference_can_be_asked_for_by_name(wanted: str) -> None:
     assert select_kernels(CPU, torch.bfloat16, wanted)[0].name == "reference"
 
 
+def test_fp8_weights_without_fp8_products_are_computed_and_said_to_be_slow() -> None:
+    kernels, choices = select_kernels(CPU, torch.float32, "auto", is_fp8=True)
+    assert kernels.pack_projection(torch.ones(2, 2)).is_fp8
+    assert any(choice.operation == "fp8 linear" and "deep_gemm" in choice.reason for choice in choices)
+
+
 def test_an_unknown_backend_is_an_error_that_lists_the_known_ones() -> None:
     with pytest.raises(BackendError, match=r"unknown kernel backend 'cutlass'.*auto.*reference"):
         select_kernels(CPU, torch.float32, "cutlass")
 
 
 def test_auto_falls_back_and_says_why_but_a_name_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(device: torch.device, dtype: torch.dtype) -> object:
+    def refuse(device: torch.device, dtype: torch.dtype, is_fp8: bool) -> object:
         raise BackendError(f"needs a CUDA device, not {device}")
 
     reference = next(backend for backend in select.BACKENDS if backend.name == "reference")

@@ -137,16 +137,9 @@ class TritonKernels(ReferenceKernels):
         return out
 
     def attend_absorbed(
-        self,
-        q: Tensor,
-        q_rope: Tensor,
-        cache: Tensor,
-        batch: AttentionBatch,
-        up: UpProjection,
-        *,
-        scale: float,
+        self, q: Tensor, q_rope: Tensor, cache: Tensor, batch: AttentionBatch, up: UpProjection, *, scale: float,
         out: Tensor,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Attend to latents for the first rows of ``batch``: all, or those of its decodes; into ``out`` [N, H, Dv]."""
         absorbed = triton_mla.absorb(q, up)
         triton_mla.project_values(triton_mla.attend_absorbed(absorbed, q_rope, cache, batch, scale), up, out)

@@ -125,11 +125,14 @@ def _attend_decodes(
     if splits > 1:
         partial = q.new_empty((num_seqs, num_heads, splits, rank), dtype=torch.float32)
         weight = q.new_empty((num_seqs, num_heads, splits), dtype=torch.float32)
-    head_tile = min(ABSORBED.rows, triton.next_power_of_2(num_heads))
+    head_tile, tiling = triton.next_power_of_2(num_heads), _fit(DECODE, q.dtype)
+    if head_tile > tiling.rows:
+        tiling = _fit(ABSORBED, q.dtype)
+        head_tile = min(tiling.rows, head_tile)
     _absorbed_attention[(num_seqs, triton.cdiv(num_heads, head_tile), splits)](
         q, q_rope, cache, out, partial, weight, *_common_arguments(q, q_rope, batch, scale), 0, num_seqs, splits,
         HEAD_TILE=head_tile, TILE_TOKENS=1, SPLIT_KEYS=split_keys, IS_DECODE=True,
-        **_constants(q, q_rope, cache, DECODE if head_tile <= DECODE.rows else ABSORBED),
+        **_constants(q, q_rope, cache, tiling),
     )  # fmt: skip
     if splits > 1:
         _merge_splits[(num_seqs, num_heads)](
@@ -144,12 +147,13 @@ def _attend_chunks(
     """Attend for those of the sequences first .. last - 1 in ``seqs`` that have several rows."""
     num_heads, num_rows, _ = q.shape
     first, last = seqs
-    head_tile = min(ABSORBED.rows, triton.next_power_of_2(num_heads))
-    tile_tokens = ABSORBED.rows // head_tile
+    tiling = _fit(ABSORBED, q.dtype)
+    head_tile = min(tiling.rows, triton.next_power_of_2(num_heads))
+    tile_tokens = tiling.rows // head_tile
     _absorbed_attention[((num_rows - first) // tile_tokens + last - first, triton.cdiv(num_heads, head_tile), 1)](
         q, q_rope, cache, out, out, out, *_common_arguments(q, q_rope, batch, scale), first, last, 1,
         HEAD_TILE=head_tile, TILE_TOKENS=tile_tokens, SPLIT_KEYS=0, IS_DECODE=False,
-        **_constants(q, q_rope, cache, ABSORBED),
+        **_constants(q, q_rope, cache, tiling),
     )  # fmt: skip
 
 
@@ -183,15 +187,21 @@ def attend_expanded(
     expanded = torch.mm(latents[:, :rank], up.both.t())  # [U * B, H * (D + Dv)]
     first, num_seqs, num_rows = batch.num_decodes, len(batch.query_lens), len(q)
     rope_size = q_rope.shape[2]
-    num_tiles = num_rows // EXPANDED.rows + num_seqs - first
+    tiling = _fit(EXPANDED, q.dtype)
+    num_tiles = num_rows // tiling.rows + num_seqs - first
     _expanded_attention[(num_tiles, num_heads)](
         q, q_rope, expanded, latents, out, expansion.table, batch.seq_lens, batch.query_starts, scale * LOG2_E,
         expansion.table.stride(0), q.stride(0), q.stride(1), q_rope.stride(0), q_rope.stride(1), first, num_seqs,
         HEADS=num_heads, KEY=key_size, KEY_PAD=_pad(key_size), ROPE=rope_size, ROPE_PAD=_pad(rope_size),
         VALUE=value_size, VALUE_PAD=_pad(value_size), RANK=rank, BLOCK_SIZE=cache.shape[1],
-        TILE_TOKENS=EXPANDED.rows, TILE_KEYS=EXPANDED.keys, num_warps=EXPANDED.num_warps,
-        num_stages=EXPANDED.num_stages,
+        TILE_TOKENS=tiling.rows, TILE_KEYS=tiling.keys, num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
     )  # fmt: skip
+
+
+def _fit(tiling: Tiling, dtype: torch.dtype) -> Tiling:
+    """The tiling is for two bytes a value; with four, less of it fits into shared memory."""
+    return tiling if dtype.itemsize <= 2 else Tiling(max(16, tiling.rows // 4), 16, tiling.num_warps, 1)
 
 
 def _split_keys(num_rows: int) -> int:
@@ -305,7 +315,10 @@ def _absorbed_attention(
 
     mean = acc / tl.where(total > 0, total, 1.0)[:, None]
     store_mask = is_row[:, None] & (ranks < RANK)[None, :]
-    if (not IS_DECODE) or (seq_len <= SPLIT_KEYS):
+    is_whole = seq_len > 0
+    if IS_DECODE:
+        is_whole = seq_len <= SPLIT_KEYS
+    if is_whole:
         tl.store(out + q_at[:, None] + ranks[None, :], mean.to(out.dtype.element_ty), mask=store_mask)
     else:
         split_at = (seq.to(tl.int64) * HEADS + heads) * splits + split

@@ -90,9 +90,9 @@ def choose_tiling(num_pairs: int, num_experts: int, dtype: torch.dtype) -> Tilin
         return Tiling(16, 32, 32, 4, 2)
     share = num_pairs / num_experts
     if share <= 8:
-        return Tiling(16, 128, 128, 4, 4)
+        return Tiling(16, 64, 128, 4, 4)
     if share <= 32:
-        return Tiling(32, 128, 128, 4, 3)
+        return Tiling(32, 64, 128, 4, 4)
     if share <= 96:
         return Tiling(64, 128, 64, 4, 4)
     return Tiling(128, 128, 64, 8, 3)

@@ -34,13 +34,16 @@ def make_batch(starts: list[int], query_lens: list[int], block_size: int, num_sh
     return dataclasses.replace(batch, **moved, host_table=batch.block_table.numpy())
 
 
-@settings(max_examples=60 if HAS_GPU else 12, deadline=None)
+SHAPES = [(16, 128, 64, 128, 512), (128, 128, 64, 128, 512)] if HAS_GPU else [(16, 16, 16, 16, 32), (3, 12, 8, 20, 24)]
+"""Heads, sizes of a head's key, of the rotated key and of a head's value, rank."""
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(max_examples=15 if HAS_GPU else 6, deadline=None)
 @given(data=st.data())
-def test_latent_attention_equals_the_reference(data: st.DataObject) -> None:
-    dtype = data.draw(st.sampled_from(DTYPES))
-    heads, key, rope, value, rank = data.draw(st.sampled_from([(16, 16, 16, 16, 32), (3, 12, 8, 20, 24)]))
-    if HAS_GPU:
-        heads, key, rope, value, rank = data.draw(st.sampled_from([(16, 128, 64, 128, 512), (128, 128, 64, 128, 512)]))
+def test_latent_attention_equals_the_reference(dtype: torch.dtype, shape: tuple[int, ...], data: st.DataObject) -> None:
+    heads, key, rope, value, rank = shape
     block_size = data.draw(st.sampled_from([4, 64]))
     num_decodes = data.draw(st.integers(0, 4))
     query_lens = [1] * num_decodes + data.draw(

@@ -1,7 +1,7 @@
 """The worker's end of the engine: submit requests, get futures. Imports no torch and knows no Celery.
 
-One permanent thread, the supervisor, owns the engine process: it spawns it, moves frames, notices its death or hang,
-restarts it and sends again what was in flight. Everything else only touches the request tables under one lock.
+One permanent thread, the supervisor, owns the engine's processes: it spawns them, moves frames, notices a death or a
+hang, restarts all and sends again what was in flight. Everything else only touches the request tables under one lock.
 """
 
 import contextlib
@@ -20,9 +20,11 @@ from typing import TypeVar
 import msgspec
 import structlog
 
+from engine.balancer import Load
 from engine.frames import (
     PROTOCOL_VERSION,
     AddConstraint,
+    Announce,
     Completions,
     Fatal,
     Heartbeat,
@@ -32,7 +34,9 @@ from engine.frames import (
     Submit,
 )
 from engine.pipe import pack
-from engine.rank_process import RANK_COMMAND, RankProcess
+from engine.rank_group import RankGroup
+from engine.rank_process import RANK_COMMAND
+from engine.topology import Topology
 from engine.tracker import Resolved, Tracked, Tracker, error_completion
 from schemas import errors
 from schemas.errors import EngineDied, EngineError, KernelError, ModelError, NightmillError, SettingsError
@@ -73,14 +77,13 @@ class EngineClient:
         on_failed: Callable[[NightmillError], None] | None = None,
         command: Sequence[str] = RANK_COMMAND,
     ) -> None:
-        self.pid: int | None = None
-        self.stats: Heartbeat | None = None  # counters start again at zero after a restart
+        self.pids: tuple[int, ...] = ()  # by rank, while the engine runs
+        self.stats: Heartbeat | None = None  # of all replicas; counters start again at zero after a restart
         self.num_restarts = 0
         self.num_hangs = 0  # of these restarts, those after a silence
-        self._start_frame = pack(
-            Start(protocol_version=PROTOCOL_VERSION, model=model, engine=settings.model_dump(mode="json"))
-        )
+        self._model = model
         self._settings = settings
+        self._topology = Topology.of(settings)
         self._on_failed = on_failed
         self._command = tuple(command)
         self._changed = threading.Condition()  # its lock guards all that follows
@@ -89,7 +92,10 @@ class EngineClient:
         self._is_stopping = False
         self._failure: NightmillError | None = None  # set once, at the end
         self._orders = itertools.count()
-        self._tracker = Tracker()
+        self._tracker = Tracker(self._topology.data)
+        self._num_batches = 0  # announced, where replicas share experts
+        self._hellos: dict[int, Hello] = {}  # by rank; of these processes, as the next
+        self._heartbeats: dict[int, Heartbeat] = {}
         self._deaths: deque[float] = deque()  # supervisor only, as the next
         self._has_served = False  # since the last time that a request was found to be what kills the engine
         self._pack_constraint = functools.lru_cache(maxsize=64)(_pack_constraint)
@@ -100,6 +106,16 @@ class EngineClient:
         if self._hello is None:
             raise EngineError("the engine has not been started")
         return self._hello
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the first rank; None while none runs."""
+        return self.pids[0] if self.pids else None
+
+    @property
+    def num_credits(self) -> int:
+        """Requests that all replicas together may have in flight."""
+        return self.hello.credits * self._topology.data
 
     def start(self) -> Hello:
         """Start the engine and block until it has loaded, or until another thread calls ``stop``.
@@ -134,13 +150,13 @@ class EngineClient:
             constraint_frame = self._pack_constraint(constraint) if constraint else b""
         except (EngineError, UnicodeEncodeError) as error:
             return _resolved(error_completion(request.request_id, f"request cannot be sent: {error}"))
-        tracked = Tracked(order, request.request_id, frame, request.constraint_key, constraint_frame)
+        tracked = Tracked(order, request.request_id, frame, Load.of(request), request.constraint_key, constraint_frame)
         tracked.future.set_running_or_notify_cancel()  # only ``cancel`` ends it early
         with self._changed:
             if self._supervisor is None:
                 self._raise_failure()
                 raise EngineError("start the engine before submitting requests")
-            self._changed.wait_for(lambda: self._failure or (self._hello and len(self._tracker) < self._hello.credits))
+            self._changed.wait_for(lambda: self._failure or (self._hello and len(self._tracker) < self.num_credits))
             self._raise_failure()
             self._tracker.add(tracked)
             self._wake()
@@ -174,7 +190,7 @@ class EngineClient:
     def _keep_running(self) -> NightmillError:
         """Run ranks, one after the other, until there is a reason not to."""
         while True:
-            death = self._run_rank()
+            death = self._run_ranks()
             if self._is_stopping:
                 return EngineError("the engine was stopped")
             self._note_death(death)
@@ -187,47 +203,63 @@ class EngineClient:
                     return EngineError("the engine was stopped")
             self.num_restarts += 1
 
-    def _run_rank(self) -> _Death:
+    def _run_ranks(self) -> _Death:
+        self._hellos.clear()
+        self._heartbeats.clear()
         try:
-            rank = RankProcess(self._command)
+            ranks = RankGroup(self._command, self._topology.num_ranks, self._start_frame)
         except OSError as error:
             return _Death(EngineError(f"cannot start {' '.join(self._command)}: {error}"))
-        self.pid = rank.pid
+        self.pids = ranks.pids
         death: _Death | None = None
         try:
-            rank.put(self._start_frame)
-            death = self._serve(rank)
+            death = self._serve(ranks)
         except (EngineError, msgspec.MsgspecError) as error:
             death = _Death(EngineError(f"unreadable frame from the engine (protocol {PROTOCOL_VERSION}): {error}"))
         finally:
-            status = rank.end(STOP_GRACE_S if self._is_stopping and not death else 0.0)
-            self.pid = None
-        return death or _death_by_status(status)
+            status = ranks.end(STOP_GRACE_S if self._is_stopping and not death else 0.0)
+            self.pids = ()
+        is_echo = death and type(death.error) is EngineError and status is not None and status < 0
+        return _death_by_status(status) if is_echo or not death else death  # the others cannot say what killed a rank
 
-    def _serve(self, rank: RankProcess) -> _Death | None:
-        """Move frames until the rank fails (its death), ends or is to be stopped (None)."""
-        is_loaded = False
+    def _start_frame(self, rank: int, rendezvous: str) -> bytes:
+        engine = self._settings.model_dump(mode="json")
+        return pack(
+            Start(protocol_version=PROTOCOL_VERSION, model=self._model, engine=engine, rank=rank, rendezvous=rendezvous)
+        )
+
+    def _serve(self, ranks: RankGroup) -> _Death | None:
+        """Move frames until a rank fails (its death), ends or is to be stopped (None)."""
         while not self._is_stopping:
+            is_loaded = len(self._hellos) == self._topology.num_ranks
             if is_loaded:
-                with self._changed:
-                    rank.put(self._tracker.admit(self.hello.credits))
-            limit_at = self._limit_at(rank, is_loaded)
-            frames = rank.exchange(self._wake_reader, min(POLL_INTERVAL_S, limit_at - time.monotonic()))
+                self._send(ranks)
+            limit_at = self._limit_at(ranks, is_loaded)
+            frames = ranks.exchange(self._wake_reader, min(POLL_INTERVAL_S, limit_at - time.monotonic()))
             if frames is None:
                 return None
-            for frame in frames:
-                if death := self._receive(frame):
+            for rank, frame in frames:
+                if death := self._receive(rank, frame):
                     return death
-                is_loaded = is_loaded or isinstance(frame, Hello)
-            if not frames and time.monotonic() >= self._limit_at(rank, is_loaded):
+            if not frames and time.monotonic() >= self._limit_at(ranks, is_loaded):
                 return self._overdue(is_loaded)
         return None
 
-    def _limit_at(self, rank: RankProcess, is_loaded: bool) -> float:
-        """When to give the rank up: loading has one limit in all, a running rank has one for each silence."""
+    def _send(self, ranks: RankGroup) -> None:
+        """Queue what may be sent now; ranks that share experts hear of it wherever it goes."""
+        with self._changed:
+            frames = self._tracker.admit(self.hello.credits)
+        if self._topology.shares_experts and any(frames):
+            self._num_batches += 1
+            frames = [frame + pack(Announce(num_batches=self._num_batches)) for frame in frames]
+        for rank, frame in zip(self._topology.leaders, frames, strict=True):
+            ranks.put(rank, frame)
+
+    def _limit_at(self, ranks: RankGroup, is_loaded: bool) -> float:
+        """When to give the ranks up: loading has one limit in all, running ranks have one for each silence."""
         if is_loaded:
-            return rank.heard_at + self._settings.hang_timeout_s
-        return rank.started_at + self._settings.start_timeout_s
+            return ranks.heard_at + self._settings.hang_timeout_s
+        return ranks.started_at + self._settings.start_timeout_s
 
     def _overdue(self, is_loaded: bool) -> _Death:
         if is_loaded:
@@ -239,23 +271,32 @@ class EngineClient:
             )
         )
 
-    def _receive(self, frame: RankFrame) -> _Death | None:
+    def _receive(self, rank: int, frame: RankFrame) -> _Death | None:
         match frame:
             case Completions(completions=completions):
                 self._has_served = True
                 self._settle(self._tracker.finish, completions)
             case Heartbeat():
-                self.stats = frame
+                if rank in self._topology.leaders:
+                    self._heartbeats[rank] = frame
+                    self.stats = total(self._heartbeats.values())
             case Hello(protocol_version=version) if version != PROTOCOL_VERSION:
                 return _Death(EngineError(f"the engine speaks protocol {version}, this client {PROTOCOL_VERSION}"))
             case Hello():
-                log.info("engine_started", pid=frame.pid, device=frame.device, credits=frame.credits)
-                with self._changed:
-                    self._hello = frame
-                    self._changed.notify_all()
+                self._hellos[rank] = frame
+                log.info("rank_started", rank=rank, pid=frame.pid, device=frame.device, credits=frame.credits)
+                if len(self._hellos) == self._topology.num_ranks:
+                    self._greet()
             case Fatal(kind=kind, message=message):
                 return _Death(_error_class(kind)(message))
         return None
+
+    def _greet(self) -> None:
+        """All ranks have loaded: the engine is what its first rank says, on the GPUs of all."""
+        hellos = [self._hellos[rank] for rank in range(self._topology.num_ranks)]
+        with self._changed:
+            self._hello = msgspec.structs.replace(hellos[0], gpus=tuple(gpu for hello in hellos for gpu in hello.gpus))
+            self._changed.notify_all()
 
     def _settle(self, change: Callable[[T], Resolved], argument: T) -> Resolved:
         """Change the tables under the lock, then set the futures without it: their callbacks may call the client."""
@@ -319,6 +360,16 @@ class EngineClient:
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise _copy(self._failure)
+
+
+def total(heartbeats: Iterable[Heartbeat]) -> Heartbeat:
+    """One heartbeat for all replicas: what they count, added up."""
+    each = list(heartbeats)
+    counts = {
+        name: sum(getattr(beat, name) for beat in each) for name in Heartbeat.__struct_fields__ if name[:4] == "num_"
+    }
+    phases = {beat.phase for beat in each}
+    return Heartbeat(phase=next(phase for phase in ("loading", "running", "idle") if phase in phases), **counts)
 
 
 def _resolved(completion: Completion) -> Future[Completion]:

@@ -32,7 +32,10 @@ class Follower:
         """Refuse it."""
         raise EngineError("a rank that is not the first of its replica has no requests")
 
-    def add(self, request: Request) -> NoReturn:
+    def tokenize(self, request: Request) -> None:
+        """Leave it to ``add``."""
+
+    def add(self, request: Request, prompt: None = None) -> NoReturn:
         """Refuse it."""
         raise EngineError(f"request {request.request_id!r} was sent to a rank that is not the first of its replica")
 
@@ -42,8 +45,8 @@ class Follower:
     def hear(self, num_batches: int) -> None:
         """The leader says when there is work."""
 
-    def rest(self) -> None:
-        """A follower never rests: it waits for its leader."""
+    def beat(self) -> None:
+        """Its leader's beat is what it waits for."""
 
     def has_work(self) -> bool:
         """Always: the leader speaks at least once a second."""

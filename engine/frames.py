@@ -7,7 +7,7 @@ import msgspec
 
 from schemas.records import Completion, Constraint, ModelRef, Record, Request
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_FRAME_BYTES = 2**30
 
 
@@ -17,6 +17,8 @@ class Start(Record, tag=True):
     protocol_version: int
     model: ModelRef
     engine: dict[str, object]
+    rank: int = 0
+    rendezvous: str = ""  # a file that does not exist yet, where the ranks of an engine meet
 
 
 class AddConstraint(Record, tag=True):
@@ -29,6 +31,12 @@ class Submit(Record, tag=True):
     """Requests to run; never more in flight than the rank's credits."""
 
     requests: tuple[Request, ...]
+
+
+class Announce(Record, tag=True):
+    """So many batches of requests have gone to whichever rank; those that share experts step while one has work."""
+
+    num_batches: int
 
 
 class Cancel(Record, tag=True):
@@ -78,7 +86,7 @@ class Fatal(Record, tag=True):
     message: str
 
 
-ClientFrame = Start | AddConstraint | Submit | Cancel | Stop
+ClientFrame = Start | AddConstraint | Submit | Announce | Cancel | Stop
 RankFrame = Hello | Completions | Heartbeat | Fatal
 
 encode = msgspec.msgpack.Encoder().encode

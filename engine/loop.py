@@ -195,8 +195,8 @@ class Engine:
         """See Replica.hear."""
         self._replica.hear(num_batches)
 
-    def rest(self) -> None:
-        """Called once in a while when there is no work."""
+    def beat(self) -> None:
+        """Called once in a while, whether there is work or not."""
         self._replica.keep_in_touch()
 
     def _admit(self) -> None:

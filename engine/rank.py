@@ -1,4 +1,4 @@
-"""One engine process, ``python -m engine.rank FD``: it serves the pipe FD that it inherited until Stop or EOF.
+"""One rank of an engine, ``python -m engine.rank FD``: it serves the pipe FD that it inherited until Stop or EOF.
 
 EOF means that the worker is gone: the process ends at once, even in the middle of a step. Signals of a terminal or a
 process manager are the worker's business and are ignored here. Knows neither models nor scheduling (engine.loop does).
@@ -23,6 +23,7 @@ import structlog
 from engine.frames import (
     PROTOCOL_VERSION,
     AddConstraint,
+    Announce,
     Cancel,
     ClientFrame,
     Completions,
@@ -73,11 +74,15 @@ class EngineLike(Protocol):
     def tokenize(self, request: Request) -> Any: ...
     def add(self, request: Request, prompt: Any = None) -> None: ...
     def cancel(self, request_ids: Iterable[str]) -> None: ...
+    def hear(self, num_batches: int) -> None: ...
     def has_work(self) -> bool: ...
     def step(self) -> list[Completion]: ...
+    def beat(self) -> None: ...
 
 
-MakeEngine = Callable[[ModelRef, EngineSettings], EngineLike]
+MakeEngine = Callable[[ModelRef, EngineSettings, int, str], EngineLike]
+"""Of rank and rendezvous."""
+
 Inbox = queue.SimpleQueue["Received"]
 
 
@@ -136,7 +141,7 @@ def _load(reader: Reader, send: Callable[[RankFrame], None], make_engine: MakeEn
             "restart the worker after an upgrade"
         )
     send(Heartbeat(phase="loading"))
-    engine = make_engine(start.model, EngineSettings.model_validate(start.engine))
+    engine = make_engine(start.model, EngineSettings.model_validate(start.engine), start.rank, start.rendezvous)
     reader.engine = engine
     kernels = tuple((choice.operation, choice.backend, choice.reason) for choice in engine.choices)
     send(
@@ -162,6 +167,7 @@ def _serve(engine: EngineLike, inbox: Inbox, send: Callable[[RankFrame], None]) 
         if engine.has_work() and (completions := engine.step()):
             send(Completions(completions=tuple(completions)))
         if time.monotonic() >= next_beat:
+            engine.beat()
             next_beat = time.monotonic() + HEARTBEAT_INTERVAL_S
             send(_heartbeat(engine))
 
@@ -190,6 +196,8 @@ def _apply(engine: EngineLike, frame: ClientFrame | Arrivals) -> None:
                 engine.add(request, prompt)
         case AddConstraint(constraint=constraint):
             engine.add_constraint(constraint)
+        case Announce(num_batches=num_batches):
+            engine.hear(num_batches)
         case Cancel(request_ids=request_ids):
             engine.cancel(request_ids)
         case _:
@@ -271,10 +279,12 @@ def _configure_logging() -> None:
     configure_logging(settings.level, settings.format)
 
 
-def _make_engine(model: ModelRef, settings: EngineSettings) -> EngineLike:
-    from engine.loop import Engine  # torch comes in here, after the first heartbeat
+def _make_engine(model: ModelRef, settings: EngineSettings, rank: int, rendezvous: str) -> EngineLike:
+    from engine.follower import Follower
+    from engine.loop import Engine, load_parts  # torch comes in here, after the first heartbeat
 
-    return Engine(model, settings)
+    parts = load_parts(model, settings, rank, rendezvous)
+    return (Engine if parts.ranks.is_leader else Follower)(model, settings, parts)
 
 
 def _exit(status: int) -> NoReturn:

@@ -1,4 +1,4 @@
-"""The client's end of one engine process: spawn it, exchange frames with it, end it. Knows nothing of requests."""
+"""The client's end of one rank: spawn it, exchange frames with it, end it. Knows nothing of requests."""
 
 import os
 import select
@@ -57,40 +57,53 @@ class RankProcess:
         return self._process.pid
 
     def put(self, data: bytes) -> None:
-        """Queue packed frames; ``exchange`` writes them."""
+        """Queue packed frames; ``handle`` writes them."""
         self._outgoing += data
 
-    def exchange(self, wakeup: socket.socket, timeout_s: float) -> list[RankFrame] | None:
-        """Write what is queued and read frames, until something happens on the pipe or on ``wakeup``.
+    @property
+    def exit_status(self) -> int | None:
+        """How the process ended; None while it runs."""
+        return self._process.poll()
+
+    def fileno(self) -> int:
+        """Of this end of the pipe."""
+        return self._sock.fileno()
+
+    @property
+    def awaited_events(self) -> int:
+        """What to poll the pipe for."""
+        return select.POLLIN | (select.POLLOUT if self._outgoing else 0)
+
+    def handle(self, events: int) -> list[RankFrame] | None:
+        """Write what is queued and read frames, as far as ``events`` of the pipe say that it goes.
 
         None means that the process is gone. Raises EngineError or msgspec.DecodeError for what is no frame.
         """
-        was_alive = self._process.poll() is None
-        poll = select.poll()
-        poll.register(self._sock, select.POLLIN | (select.POLLOUT if self._outgoing else 0))
-        poll.register(wakeup, select.POLLIN)
-        events = dict(poll.poll(max(0.0, timeout_s) * 1000))
-        if wakeup.fileno() in events:
-            wakeup.recv(RECEIVE_BYTES)
-        happened = events.get(self._sock.fileno(), 0)
-        if happened & select.POLLOUT:
+        if events & select.POLLOUT:
             self._write()
-        if happened & ~select.POLLOUT:
-            return self._read()
-        return [] if was_alive or events else None
+        return self._read() if events & ~select.POLLOUT else []
 
-    def end(self, grace_s: float = 0.0) -> int | None:
-        """Kill the process and its children, after asking it to stop where there is ``grace_s``; its exit status."""
-        if grace_s > 0:
-            self._ask_to_stop(grace_s)
+    def ask_to_stop(self, grace_s: float) -> None:
+        """Send Stop behind what is queued; ``wait`` for the end then."""
+        self._sock.settimeout(grace_s)
+        frame: ClientFrame = Stop()
+        with suppress(OSError):
+            self._sock.sendall(self._outgoing + pack(frame))
+
+    def wait(self, limit_s: float) -> int | None:
+        """Exit status, or None if the process has not ended after ``limit_s``."""
+        with suppress(subprocess.TimeoutExpired):
+            return self._process.wait(max(0.0, limit_s))
+        return None
+
+    def kill(self) -> int | None:
+        """Kill the process and its children; its exit status."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         self._sock.close()
-        try:
-            return self._process.wait(KILL_WAIT_S)
-        except subprocess.TimeoutExpired:
+        if (status := self.wait(KILL_WAIT_S)) is None:
             log.error("engine_unkillable", pid=self.pid, wait_s=KILL_WAIT_S)
-            return None
+        return status
 
     def _write(self) -> None:
         try:
@@ -112,10 +125,3 @@ class RankProcess:
             return None
         self.heard_at = time.monotonic()
         return [decode_rank_frame(body) for body in self._incoming.feed(data)]
-
-    def _ask_to_stop(self, grace_s: float) -> None:
-        self._sock.settimeout(grace_s)
-        frame: ClientFrame = Stop()
-        with suppress(OSError, subprocess.TimeoutExpired):
-            self._sock.sendall(self._outgoing + pack(frame))
-            self._process.wait(grace_s)

@@ -69,6 +69,11 @@ class Topology:
         """Leaders of replicas that share experts: none may step without the others."""
         return _runs(len(self.leaders), max(1, self.expert // self.context), self.ranks_per_replica)
 
+    @property
+    def shares_experts(self) -> bool:
+        """Whether replicas share experts, so that they step together."""
+        return self.expert > self.context
+
     def check(self) -> None:
         """Raise SettingsError if the degrees do not fit each other."""
         data, expert, tensor, context = self.data, self.expert, self.tensor, self.context

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from engine.balancer import Balancer, Load
 from engine.frames import Cancel
 from engine.pipe import pack
 from schemas.records import Completion, FinishReason
@@ -26,26 +27,60 @@ class Tracked:
     order: int  # of submission; also its id on the pipe, since callers' ids need not be unique
     request_id: str
     frame: bytes
+    load: Load
     constraint_key: str | None = None
     constraint_frame: bytes = b""
     future: Future[Completion] = field(default_factory=Future)
     num_deaths: int = 0
     is_cancelled: bool = False
+    replica: int = 0  # that has it, while it is in flight ...
+    tokens: float = 0.0  # ... and what the balancer counts it as
 
 
 Resolved = list[tuple[Future[Completion], Completion]]
 """Futures with what they are to be set to, by the caller, once it holds no lock: callbacks may do anything."""
 
 
+class Sent:
+    """What one replica has been sent and has not completed, and what it is to be told."""
+
+    def __init__(self) -> None:
+        self.num_requests = 0
+        self.cancels: list[str] = []
+        self._keys: Counter[str] = Counter()
+
+    def add(self, tracked: Tracked) -> bool:
+        """Count a request; whether its constraint must go along."""
+        self.num_requests += 1
+        key = tracked.constraint_key
+        if not key:
+            return False
+        self._keys[key] += 1
+        return self._keys[key] == 1
+
+    def remove(self, tracked: Tracked) -> None:
+        """Forget a request."""
+        self.num_requests -= 1
+        if tracked.constraint_key:
+            self._keys[tracked.constraint_key] -= 1
+            if not self._keys[tracked.constraint_key]:
+                del self._keys[tracked.constraint_key]
+
+    def take_cancels(self) -> list[bytes]:
+        """The packed cancels, once."""
+        cancels, self.cancels = self.cancels, []
+        return [pack(Cancel(request_ids=tuple(cancels)))] if cancels else []
+
+
 class Tracker:
     """The tables of one client, which owns it and locks around every call."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_replicas: int = 1) -> None:
         self._tracked: dict[int, Tracked] = {}
         self._waiting: deque[Tracked] = deque()  # most deaths first, then in order of submission
         self._in_flight: dict[int, Tracked] = {}
-        self._keys_in_flight: Counter[str] = Counter()
-        self._cancels: list[str] = []
+        self._replicas = [Sent() for _ in range(num_replicas)]
+        self._balancer = Balancer(num_replicas)
 
     def __len__(self) -> int:
         return len(self._tracked)
@@ -60,22 +95,23 @@ class Tracker:
         self._tracked[tracked.order] = tracked
         self._waiting.append(tracked)
 
-    def admit(self, num_credits: int) -> bytes:
-        """Take what may be sent now: packed cancels, constraints and requests.
+    def admit(self, num_credits: int) -> list[bytes]:
+        """Take what may be sent now, to each replica: packed cancels, constraints and requests.
 
-        A constraint goes along unless a request in flight has it: an engine may forget those of finished requests.
+        ``num_credits`` is what each replica gives. A constraint goes along unless a request in flight there has it: an
+        engine may forget those of finished requests.
         """
-        frames = [pack(Cancel(request_ids=tuple(self._cancels)))] if self._cancels else []
-        self._cancels.clear()
+        frames: list[list[bytes]] = [sent.take_cancels() for sent in self._replicas]
         while self._waiting and self._may_join(self._waiting[0], num_credits):
             tracked = self._waiting.popleft()
+            open_ones = [index for index, sent in enumerate(self._replicas) if sent.num_requests < num_credits]
+            replica = tracked.replica = self._balancer.choose(tracked.load, open_ones)
+            tracked.tokens = self._balancer.add(tracked.load, replica)
             self._in_flight[tracked.order] = tracked
-            if tracked.constraint_key:
-                if not self._keys_in_flight[tracked.constraint_key]:
-                    frames.append(tracked.constraint_frame)
-                self._keys_in_flight[tracked.constraint_key] += 1
-            frames.append(tracked.frame)
-        return b"".join(frames)
+            if self._replicas[replica].add(tracked):
+                frames[replica].append(tracked.constraint_frame)
+            frames[replica].append(tracked.frame)
+        return [b"".join(each) for each in frames]
 
     def finish(self, completions: Iterable[Completion]) -> Resolved:
         """Take out what the engine has completed; a completion of nothing in flight is ignored."""
@@ -84,10 +120,8 @@ class Tracker:
             tracked = self._in_flight.pop(int(completion.request_id), None)
             if tracked is None:
                 continue
-            if tracked.constraint_key:
-                self._keys_in_flight[tracked.constraint_key] -= 1
-                if not self._keys_in_flight[tracked.constraint_key]:
-                    del self._keys_in_flight[tracked.constraint_key]
+            self._replicas[tracked.replica].remove(tracked)
+            self._balancer.remove(tracked.tokens, tracked.replica, len(completion.token_ids))
             resolved.append(self._resolve(tracked, completion))
         return resolved
 
@@ -98,7 +132,7 @@ class Tracker:
             if tracked.request_id in wanted and not tracked.is_cancelled:
                 tracked.is_cancelled = True
                 if tracked.order in self._in_flight:
-                    self._cancels.append(str(tracked.order))
+                    self._replicas[tracked.replica].cancels.append(str(tracked.order))
         return self._drop_cancelled()
 
     def requeue(self, cause: str) -> Resolved:
@@ -110,15 +144,15 @@ class Tracker:
                 text = f"the engine died {tracked.num_deaths} times with this request in flight, last: {cause}"
                 given_up.append(self._resolve(tracked, error_completion(tracked.request_id, text)))
         self._in_flight.clear()
-        self._keys_in_flight.clear()
-        self._cancels.clear()
+        self._replicas = [Sent() for _ in self._replicas]
+        self._balancer.clear()
         self._waiting = deque(sorted(self._tracked.values(), key=lambda tracked: (-tracked.num_deaths, tracked.order)))
         return given_up + self._drop_cancelled()
 
     def clear(self) -> list[Future[Completion]]:
         """Forget everything; the futures that nothing will resolve now."""
         futures = [tracked.future for tracked in self._tracked.values()]
-        for table in (self._tracked, self._waiting, self._in_flight, self._keys_in_flight, self._cancels):
+        for table in (self._tracked, self._waiting, self._in_flight):
             table.clear()
         return futures
 
@@ -126,7 +160,7 @@ class Tracker:
         if not self._in_flight:
             return True
         company = next(iter(self._in_flight.values())).num_deaths
-        num_together = (num_credits, math.isqrt(num_credits), 1)[tracked.num_deaths]
+        num_together = (num_credits * len(self._replicas), math.isqrt(num_credits), 1)[tracked.num_deaths]
         return company == tracked.num_deaths and len(self._in_flight) < num_together
 
     def _drop_cancelled(self) -> Resolved:

@@ -29,7 +29,7 @@ class FakeEngine:
     gpus = ()
     choices = (SimpleNamespace(operation="linear", backend="fake", reason="test"),)
 
-    def __init__(self, model: ModelRef, settings: EngineSettings) -> None:
+    def __init__(self, model: ModelRef, settings: EngineSettings, rank: int, rendezvous: str) -> None:
         self.credits = settings.max_num_seqs or 16
         self.stats = SimpleNamespace(
             num_running=0, num_waiting=0, num_steps=0, num_prompt_tokens=0, num_cached_tokens=0, num_output_tokens=0
@@ -72,6 +72,12 @@ class FakeEngine:
         for request_id in request_ids:
             if self._running.pop(request_id, None):
                 self._done.append(Completion(request_id=request_id, finish_reason=FinishReason.CANCELLED))
+
+    def hear(self, num_batches: int) -> None:
+        pass
+
+    def beat(self) -> None:
+        pass
 
     def has_work(self) -> bool:
         return bool(self._running or self._done)

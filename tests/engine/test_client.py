@@ -19,7 +19,7 @@ import pytest
 from engine.client import EngineClient
 from engine.frames import PROTOCOL_VERSION, Fatal, Hello, RankFrame, Start, decode_rank_frame
 from engine.pipe import LENGTH, FrameBuffer, pack
-from schemas.errors import EngineError, ModelError, NightmillError
+from schemas.errors import EngineError, ModelError, NightmillError, SettingsError
 from schemas.records import Completion, Constraint, ConstraintKind, FinishReason, ModelRef, Request, Sampling
 from schemas.settings import EngineSettings
 
@@ -306,13 +306,54 @@ def test_a_blocked_submit_ends_when_the_client_stops() -> None:
 def test_a_request_cancelled_between_two_ranks_is_not_sent_again() -> None:
     with running() as client:
         cancelled = client.submit(make_request("endless", num_steps=10**9))
-        kept = client.submit(make_request("kept", num_steps=100))
+        kept = client.submit(make_request("kept", num_steps=3000))
         wait_until(lambda: client.stats and client.stats.num_running == 2)
         assert client.pid is not None
         os.kill(client.pid, signal.SIGKILL)
         client.cancel(["id of endless"])
         assert cancelled.result(DEADLINE_S).finish_reason == FinishReason.CANCELLED
         assert kept.result(DEADLINE_S).finish_reason == FinishReason.STOP
+
+
+def test_replicas_share_the_rows_and_each_has_its_credits() -> None:
+    with running(data_parallel=2, max_num_seqs=4) as client:
+        assert len(client.pids) == 2
+        assert client.num_credits == 8
+        endless = [client.submit(make_request(f"endless {index}", num_steps=10**9)) for index in range(8)]
+        wait_until(lambda: client.stats and client.stats.num_running == 8)  # a rank with five would have failed
+        client.cancel([f"id of endless {index}" for index in range(8)])
+        assert {future.result(DEADLINE_S).finish_reason for future in endless} == {FinishReason.CANCELLED}
+        futures = [client.submit(make_request(f"row {index}")) for index in range(40)]
+        assert [future.result(DEADLINE_S).text for future in futures] == [f"row {index}|7|None" for index in range(40)]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_dies_or_hangs_takes_the_engine_along_and_no_row_is_lost(
+    victim: int, number: signal.Signals
+) -> None:
+    with running(data_parallel=2, max_num_seqs=8, hang_timeout_s=2.5) as client:
+        pids = client.pids
+        futures = [client.submit(make_request(f"row {index}", num_steps=400)) for index in range(16)]
+        wait_until(lambda: client.stats and client.stats.num_running == 16)
+        os.kill(pids[victim], number)
+        assert {future.result(DEADLINE_S).finish_reason for future in futures} == {FinishReason.STOP}
+        assert client.num_restarts == 1
+        assert client.num_hangs == (number == signal.SIGSTOP)
+        assert not set(pids) & set(client.pids)
+        assert not any(is_alive(pid) for pid in pids)
+
+
+def test_a_rank_that_cannot_load_is_the_cause_that_is_reported() -> None:
+    client = make_client("bad:no such layer", data_parallel=2)
+    with pytest.raises(ModelError, match="no such layer"):
+        client.start()
+    assert client.pids == ()
+
+
+def test_degrees_that_do_not_fit_fail_before_a_process_starts() -> None:
+    with pytest.raises(SettingsError, match="expert_parallel 2 does not divide"):
+        make_client(expert_parallel=2)
 
 
 def test_a_killed_worker_takes_its_rank_along_even_in_a_hung_step(tmp_path: Path) -> None:

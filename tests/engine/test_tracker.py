@@ -5,6 +5,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.balancer import Load
 from engine.frames import AddConstraint, Cancel, Submit, decode_client_frame
 from engine.pipe import FrameBuffer, pack
 from engine.tracker import MAX_REQUEST_DEATHS, Resolved, Tracked, Tracker
@@ -17,7 +18,7 @@ def track(order: int, constraint: Constraint | None = None) -> Tracked:
     key = constraint.key if constraint else None
     request = Request(request_id=str(order), text="", constraint_key=key)
     announcement = pack(AddConstraint(constraint=constraint)) if constraint else b""
-    return Tracked(order, f"row {order}", pack(Submit(requests=(request,))), key, announcement)
+    return Tracked(order, f"row {order}", pack(Submit(requests=(request,))), Load.of(request), key, announcement)
 
 
 class FakeRank:
@@ -56,14 +57,15 @@ class FakeRank:
     num_requests=st.integers(1, 40),
     num_credits=st.integers(1, 20),
     num_poison=st.integers(0, 2),
+    num_replicas=st.integers(1, 3),
 )
 def test_poison_alone_is_given_up_and_every_request_is_resolved_once(
-    data: st.DataObject, num_requests: int, num_credits: int, num_poison: int
+    data: st.DataObject, num_requests: int, num_credits: int, num_poison: int, num_replicas: int
 ) -> None:
     orders = list(range(num_requests))
     poison = set(data.draw(st.lists(st.sampled_from(orders), max_size=num_poison)))
     cancelled = set(data.draw(st.lists(st.sampled_from(orders), max_size=5)))
-    tracker, num_deaths, num_resolved = Tracker(), 0, Counter[str]()
+    tracker, num_deaths, num_resolved = Tracker(num_replicas), 0, Counter[str]()
     reasons: dict[str, FinishReason] = {}
 
     def settle(resolved: Resolved) -> None:
@@ -74,21 +76,21 @@ def test_poison_alone_is_given_up_and_every_request_is_resolved_once(
 
     for order in orders:
         tracker.add(track(order, data.draw(st.sampled_from([None, *CONSTRAINTS]))))
-    rank = FakeRank(num_credits, poison)
+    ranks = [FakeRank(num_credits, poison) for _ in range(num_replicas)]
     while len(tracker):
-        rank.receive(tracker.admit(num_credits))
-        assert tracker.num_in_flight == len(rank.running) > 0
+        for rank, frames in zip(ranks, tracker.admit(num_credits), strict=True):
+            rank.receive(frames)
+        running = {order: rank for rank in ranks for order in rank.running}
+        assert tracker.num_in_flight == len(running) > 0
         if cancelled and data.draw(st.booleans()):
             settle(tracker.cancel([f"row {cancelled.pop()}"]))
-        if not rank.running:
-            continue
-        victim = data.draw(st.sampled_from(sorted(rank.running)))
-        if rank.is_killed() and (victim in poison or data.draw(st.booleans())):
+        victim = data.draw(st.sampled_from(sorted(running)))
+        if any(rank.is_killed() for rank in ranks) and (victim in poison or data.draw(st.booleans())):
             num_deaths += 1
-            rank = FakeRank(num_credits, poison)
+            ranks = [FakeRank(num_credits, poison) for _ in range(num_replicas)]
             settle(tracker.requeue("a test"))
         elif victim not in poison:
-            settle(tracker.finish(rank.finish(victim)))
+            settle(tracker.finish(running[victim].finish(victim)))
 
     assert set(num_resolved) == {f"row {order}" for order in orders}
     assert set(num_resolved.values()) == {1}

@@ -30,6 +30,7 @@ REAL = Plan(
     chunk_rows=96,
     app="worker",
     hang_s=10.0,
+    num_ranks=1,
     spec={
         "sampling": Sampling(max_tokens=64),
         "constraint": Constraint(kind=ConstraintKind.REGEX, source="[a-z]{24,40}"),

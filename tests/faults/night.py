@@ -92,6 +92,7 @@ class Plan:
     visibility_s: float = 3.0
     reconcile_s: float = 1.0
     hang_s: float = 4.0
+    num_ranks: int = 2  # of each engine
     app: str = "tests.worker.fake_app"
     spec: dict[str, Any] = field(default_factory=dict)
 
@@ -150,6 +151,7 @@ class Night:
             "OMP_NUM_THREADS": "1",
             "NIGHTMILL_ENGINE__HANG_TIMEOUT_S": str(plan.hang_s),
             "NIGHTMILL_ENGINE__NUM_THREADS": "1",
+            "NIGHTMILL_ENGINE__DATA_PARALLEL": str(plan.num_ranks),
         }
         self.out = path / "out"
         self.job: Job = self.lab.start_job(
@@ -223,6 +225,7 @@ class Night:
         found: dict[str, Callable[[random.Random], bool]] = {
             "worker SIGKILL": self._kill_worker,
             "engine SIGKILL": lambda chance: self._signal_engine(chance, signal.SIGKILL),
+            "one rank SIGKILL": lambda chance: self._signal_engine(chance, signal.SIGKILL, num_ranks=1),
             "engine hangs (SIGSTOP)": lambda chance: self._signal_engine(chance, signal.SIGSTOP),
             "worker SIGSTOP beyond its lease, SIGCONT": self._stop_worker,
             "worker SIGTERM": lambda chance: self._drain_worker(chance, 1),
@@ -295,11 +298,12 @@ class Night:
         self._pick(chance).kill()
         return True
 
-    def _signal_engine(self, chance: random.Random, number: int) -> bool:
-        engines = sorted(self._pick(chance).engine_pids())
-        for pid in engines:
+    def _signal_engine(self, chance: random.Random, number: int, num_ranks: int | None = None) -> bool:
+        ranks = sorted(self._pick(chance).engine_pids())
+        chance.shuffle(ranks)
+        for pid in ranks[:num_ranks]:
             os.kill(pid, number)
-        return bool(engines)
+        return bool(ranks)
 
     def _stop_worker(self, chance: random.Random) -> bool:
         worker = self._pick(chance)

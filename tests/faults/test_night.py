@@ -16,6 +16,7 @@ SHORT = Plan(num_chunks=110, chunk_rows=8, row_steps=20, step_s=0.03, num_last_c
 KINDS = [
     "worker SIGKILL at: validated",
     "engine SIGKILL",
+    "one rank SIGKILL",
     "Redis data lost",
     "worker SIGSTOP beyond its lease, SIGCONT",
     "part truncated",

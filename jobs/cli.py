@@ -95,6 +95,11 @@ def ending_like_ctrl_c() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def split_names(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[str, ...] | None:
+    """Make names of an option's ``a,b``; for click."""
+    return None if value is None else tuple(name.strip() for name in value.split(",") if name.strip())
+
+
 def echo_json(value: Any) -> None:
     """Print one JSON document on one line of stdout."""
     click.echo(json.dumps(value, default=str))

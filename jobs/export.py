@@ -6,7 +6,7 @@ Reads the output files; a target appears whole or not at all. Knows no parts and
 import base64
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any
 
 import click
@@ -14,14 +14,15 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 
-from jobs.cli import verb
+from jobs.cli import split_names, verb
 from jobs.finish import output_schema
 from jobs.job import Job, OutputFile
 from jobs.locations import split_location
 from jobs.openai_results import result_line
+from jobs.partitions import write_partitioned
 from jobs.source import python_rows
 from jobs.store import Store, exists, open_input, open_store
-from schemas.errors import JobError, StoreError
+from schemas.errors import InputDataError, JobError, StoreError
 from schemas.settings import Settings
 
 BATCH_ROWS = 4096
@@ -30,15 +31,20 @@ COPY_BYTES = 2**23
 WriteFile = Callable[[Job, IO[bytes]], None]
 
 
-def export(job: Job, form: str, location: str, *, overwrite: bool = False) -> None:
-    """Write the job's output to ``location`` as ``form``, one of ``FORMATS``.
+def export(job: Job, form: str, location: str, *, partition_by: Sequence[str] = (), overwrite: bool = False) -> None:
+    """Write the job's output to ``location`` as ``form``, one of ``FORMATS``; ``hive`` splits it by ``partition_by``.
 
     Raises JobError if the job has not ended, StoreError if the target exists (``overwrite``: it is replaced).
     """
     if job.success() is None:
         raise JobError(f"{job.job_id} has not ended ({job.state()}): there is nothing to export yet")
+    if (form == "hive") != bool(partition_by):
+        raise InputDataError("--partition-by goes with the format hive, and the other way round")
     if form == "hf":
         _export_dataset(job, open_store(location), overwrite)
+        return
+    if form == "hive":
+        _export_partitioned(job, open_store(location), partition_by, overwrite)
         return
     directory, name = split_location(location)
     store = open_store(directory)
@@ -74,7 +80,15 @@ def write_openai_batch(job: Job, sink: IO[bytes]) -> None:
 
 
 WRITERS: dict[str, WriteFile] = {"csv": write_csv, "jsonl": write_jsonl, "openai-batch": write_openai_batch}
-FORMATS = (*WRITERS, "hf")
+FORMATS = (*WRITERS, "hf", "hive")
+
+
+def _export_partitioned(job: Job, store: Store, columns: Sequence[str], overwrite: bool) -> None:
+    """Write each output file's rows to hive directories, under a name of the file's own."""
+    for number, file in enumerate(_output_files(job)):
+        name = f"part-{number:05d}.parquet"
+        write_partitioned(store, name, _read_file(file), output_schema(job), columns, overwrite=overwrite)
+    store.sweep()
 
 
 def _export_dataset(job: Job, store: Store, overwrite: bool) -> None:
@@ -113,8 +127,12 @@ def _output_files(job: Job) -> list[OutputFile]:
 
 def _read_batches(job: Job) -> Iterator[pa.RecordBatch]:
     for file in _output_files(job):
-        with open_input(file.uri) as source:
-            yield from pq.ParquetFile(source).iter_batches(BATCH_ROWS)
+        yield from _read_file(file)
+
+
+def _read_file(file: OutputFile) -> Iterator[pa.RecordBatch]:
+    with open_input(file.uri) as source:
+        yield from pq.ParquetFile(source).iter_batches(BATCH_ROWS)
 
 
 def _csv_type(kind: pa.DataType) -> pa.DataType:
@@ -150,16 +168,26 @@ def _encode_odd(value: Any) -> str:
     "--format",
     "form",
     type=click.Choice(FORMATS),
-    help="[default: by the ending .csv or .jsonl, hf for anything else]",
+    help="[default: by the ending .csv or .jsonl, hive with --partition-by, else hf]",
 )
+@click.option("--partition-by", callback=split_names, metavar="A,B", help="Columns of the directories of hive.")
 @click.option("--overwrite", is_flag=True, help="Replace what is there.")
-def main(settings: Settings, *, job: str, location: str, form: str | None, overwrite: bool) -> None:
-    """Write the output of JOB as CSV, JSON lines, OpenAI batch results or a Hugging Face dataset directory."""
+def main(
+    settings: Settings,
+    *,
+    job: str,
+    location: str,
+    form: str | None,
+    partition_by: tuple[str, ...] | None,
+    overwrite: bool,
+) -> None:
+    """Write the output of JOB as CSV, JSON lines, OpenAI batch results, a Hugging Face data set or hive directories."""
     from jobs import api
 
     found = api.open_job(job, settings)
-    form = form or next((name for name in WRITERS if location.lower().endswith(f".{name}")), "hf")
-    export(found, form, location, overwrite=overwrite)
+    by_ending = next((name for name in WRITERS if location.lower().endswith(f".{name}")), "hf")
+    form = form or ("hive" if partition_by else by_ending)
+    export(found, form, location, partition_by=partition_by or (), overwrite=overwrite)
     click.echo(f"{found.job_id}: {found.num_rows:,} rows as {form} in {location}")
 
 

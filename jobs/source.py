@@ -169,7 +169,7 @@ def _plain_type(kind: pa.DataType) -> pa.DataType:
 
 def _input_file(entry: Entry, num_rows: int, kind: InputFormat) -> InputFile:
     parts = [part.partition("=") for part in entry.relative.split("/")[:-1] if "=" in part]
-    partition = tuple((key, None if value == HIVE_NULL else unquote(value)) for key, _, value in parts)
+    partition = tuple((unquote(key), None if value == HIVE_NULL else unquote(value)) for key, _, value in parts)
     return InputFile(
         uri=entry.uri,
         size_bytes=entry.size_bytes,

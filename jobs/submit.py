@@ -10,7 +10,7 @@ from typing import Any
 import click
 import msgspec
 
-from jobs.cli import verb
+from jobs.cli import split_names, verb
 from schemas.errors import ConstraintError, InputDataError, NightmillError
 from schemas.records import Calibration, Constraint, ConstraintKind, Priority, RetryPolicy, Sampling, decode_json
 from schemas.settings import Settings
@@ -82,10 +82,6 @@ def _split_choices(values: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(label.strip() for label in labels if label.strip()))
 
 
-def _split_names(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[str, ...] | None:
-    return None if value is None else tuple(name.strip() for name in value.split(",") if name.strip())
-
-
 @verb("submit")
 @click.argument("inputs", nargs=-1, required=True, metavar="DATA...")
 @click.option(
@@ -126,7 +122,7 @@ def _split_names(_context: click.Context, _parameter: click.Parameter, value: st
     "--gold", "gold_column", metavar="COL", help="Column of known labels: never shown to the model, compared."
 )
 @click.option(
-    "--columns", callback=_split_names, metavar="A,B", help="Input columns kept in the output.  [default: all]"
+    "--columns", callback=split_names, metavar="A,B", help="Input columns kept in the output.  [default: all]"
 )
 @click.option("--where", metavar="EXPR", help="Rows for which this is false come back as `skipped`.")
 @click.option("--limit", type=click.IntRange(1), metavar="ROWS", help="Only the first rows of the input.")

@@ -81,7 +81,7 @@ def test_a_dataset_directory_names_its_files_and_can_be_labelled_again(job: Job,
     assert sum(file.num_rows for file in scan_inputs([str(tmp_path / "set")]).files) == 6
 
 
-@pytest.mark.parametrize("form", sorted({*FORMATS} - {"openai-batch"}))
+@pytest.mark.parametrize("form", sorted({*FORMATS} - {"openai-batch", "hive"}))
 def test_nothing_is_replaced_unasked_and_nothing_unfinished_exported(job: Job, tmp_path: Path, form: str) -> None:
     target = str(tmp_path / "to" / "x")
     with pytest.raises(JobError, match="has not ended"):

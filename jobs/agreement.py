@@ -51,7 +51,13 @@ def measure_agreement(job: Job) -> Agreement | None:
 
 
 def agrees(label: Any, gold: Any, gold_column: str) -> bool:
-    """Whether a label says what the gold value says.
+    """Whether a label says what the gold value says, as ``align`` compares them."""
+    label, gold = align(label, gold, gold_column)
+    return bool(label == gold)
+
+
+def align(label: Any, gold: Any, gold_column: str) -> tuple[Any, Any]:
+    """Return what is to be compared of a label and a gold value.
 
     Several completions vote. An object is compared as a whole with an object (or its JSON text); with anything
     else, by its field of the gold column's name, or by its only field. Scalars are compared as text.
@@ -65,8 +71,8 @@ def agrees(label: Any, gold: Any, gold_column: str) -> bool:
         elif gold_column in label or len(label) == 1:
             label = label.get(gold_column, next(iter(label.values())))
     if isinstance(label, dict | list) or isinstance(gold, dict | list):
-        return bool(label == gold)
-    return as_text(label) == as_text(gold)
+        return label, gold
+    return as_text(label), as_text(gold)
 
 
 def _majority(labels: list[Any]) -> Any:

@@ -19,7 +19,7 @@ import structlog
 from jobs.arrow_types import label_column
 from jobs.broker import ensure_broker
 from jobs.finish import try_finish
-from jobs.job import Job
+from jobs.job import ENFORCEMENT_FILE, Job
 from jobs.lines import BODY
 from jobs.local_worker import LocalWorker
 from jobs.outputs import check_output_is_free
@@ -51,7 +51,6 @@ from schemas.settings import Settings
 
 NUM_EXAMPLE_ROWS = 100
 SOURCES = ("prompt_template", "prompt_column", "messages_column", "body_column")
-ENFORCEMENT_FILE = "enforcement.json"  # in the job's directory, for people: how each keyword of the constraint is kept
 
 log = structlog.get_logger(__name__)
 

@@ -9,6 +9,8 @@ from jobs import api, show
 from jobs.cli import EXIT_FAILED, EXIT_INTERRUPTED, echo_json, ending_like_ctrl_c
 from jobs.job import Job
 from jobs.progress import make_reporter
+from jobs.report import ensure_report
+from jobs.store import open_store
 from jobs.wait import ENDED
 from schemas.records import EXIT_CODES
 from schemas.settings import Settings
@@ -30,6 +32,7 @@ def follow(job: Job, settings: Settings, *, wait: bool | None, as_json: bool) ->
                 state = api.wait(job, settings, make_reporter(as_json=as_json, num_rows=job.num_rows))
         except KeyboardInterrupt:
             return _say_how_to_go_on(job, is_embedded=is_embedded, as_json=as_json)
+    ensure_report(job, open_store(settings.jobs_root), settings.jobs)
     show.show_summary(job, state, as_json=as_json)
     return EXIT_CODES.get(state, EXIT_FAILED)
 

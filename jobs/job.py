@@ -35,6 +35,8 @@ from schemas.records import (
 )
 
 JOB_FILE, PLAN_FILE, SUCCESS_FILE = "job.json", "plan.parquet", "_SUCCESS.json"
+ENFORCEMENT_FILE = "enforcement.json"  # how each keyword of the constraint is kept
+REPORT_FILE = "report.html"
 PARTS, PARKED, OUTPUT = "parts", "parked", "output"
 CANCELLED, PAUSED, FAILED, UNLIMITED = "_cancelled", "_paused", "_failed.json", "_unlimited"
 PART_NAME = re.compile(r"part-(\d+)\.parquet")

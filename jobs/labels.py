@@ -57,6 +57,13 @@ def read_labels(job: Job, columns: Sequence[str] = ()) -> Iterator[LabelledRow]:
             yield LabelledRow(chunk.input_index, chunk.start_row + offset, inputs, label, RowStatus(status))
 
 
+def label_fields(label: Any) -> dict[str, str]:
+    """What can be counted of a label: an object's fields one by one, anything else as a whole, under the name ""."""
+    if isinstance(label, dict) and len(label) > 1:
+        return {name: label_text(value) for name, value in label.items()}
+    return {"": label_text(label)}
+
+
 def label_text(label: Any) -> str:
     """A text label as it is, an object with one field as that field, anything else as JSON."""
     if isinstance(label, dict) and len(label) == 1:

@@ -12,14 +12,14 @@ from jobs.agreement import Agreement, measure_agreement
 from jobs.arrow_types import output_names
 from jobs.broker import broker_status
 from jobs.cli import echo_json
-from jobs.job import Job, Success
+from jobs.job import REPORT_FILE, Job, Success
 from jobs.local_worker import worker_command
 from jobs.outputs import output_store
 from jobs.progress import format_duration, plain_counts
 from jobs.prompts import Prompt, PromptBuilder, Refusal
 from jobs.queue import Progress, Queue
 from jobs.source import python_rows
-from jobs.store import absolute_location, open_input
+from jobs.store import absolute_location, exists, open_input
 from schemas.errors import BrokerError, NightmillError
 from schemas.plan import Decision
 from schemas.records import JobState, ModelRef, RowStatus
@@ -114,6 +114,8 @@ def show_summary(job: Job, state: JobState, *, as_json: bool) -> None:
     if job.spec.gold_column is not None:
         click.echo(f"agreement with {job.spec.gold_column}: {problem or _describe_agreement(agreement)}")
     click.echo(f"output: {locate_output(job)}")
+    if exists(job.store, REPORT_FILE):
+        click.echo(f"report: {job.store.locate(REPORT_FILE)}")
 
 
 def describe_job(job: Job, settings: Settings | None = None) -> dict[str, Any]:

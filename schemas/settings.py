@@ -74,6 +74,9 @@ class JobsSettings(Section):
     chunk_bytes: int = Field(default=128 * 2**20, ge=2**20)  # fewer rows a chunk where they are wide
     read_batch_bytes: int = Field(default=64 * 2**20, ge=2**20)  # memory for the rows of one read
     max_chunk_deliveries: int = Field(default=3, ge=1)  # a chunk that fails so often is parked
+    report: bool = True  # write report.html when a job ends
+    gpu_hour_price: float = Field(default=0.0, ge=0)  # for reports; 0: not known. Without GPUs: of the machine
+    currency: str = "USD"
 
 
 class LogSettings(Section):

@@ -16,6 +16,7 @@ import structlog
 from jobs.broker import ensure_broker
 from jobs.finish import try_finish
 from jobs.job import SUCCESS_FILE, Job
+from jobs.report import ensure_report
 from jobs.store import exists
 from schemas.errors import NightmillError
 from schemas.records import JobState
@@ -96,6 +97,7 @@ class Supervisor(threading.Thread):
             if not job.pending():
                 if job_id in self._complete:  # else whoever committed the last part is at it
                     try_finish(job)
+                    ensure_report(job, self._app.store, self._app.settings.jobs)
                 self._complete.add(job_id)
             elif num_sent := self._app.job_queue.reconcile(job):
                 log.info("chunks_requeued", job=job_id, chunks=num_sent)

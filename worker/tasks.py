@@ -23,6 +23,7 @@ from jobs.finish import try_finish
 from jobs.job import Job, write_failure
 from jobs.ledger import keep_answers
 from jobs.queue import TASK_NAME
+from jobs.report import ensure_report
 from jobs.results import run_rows
 from jobs.reuse import Known, read_known
 from jobs.spill import open_spill
@@ -90,14 +91,15 @@ def _receive(app: Any, slot: Slot, job_id: str, index: int) -> None:
                 job.unfail()  # here is an engine that runs
             if not ChunkRun(app, slot, job, job.chunks[index]).run():
                 return
-    _finish(job)
+    _finish(app, job)
     app.on_hop("finished")
 
 
-def _finish(job: Job) -> None:
+def _finish(app: Any, job: Job) -> None:
     """Finish the job if this was its last chunk; a failure is not this chunk's, and idle workers try again."""
     try:
-        try_finish(job)
+        if try_finish(job):
+            ensure_report(job, app.store, app.settings.jobs)
     except (StoreError, JobError, InputDataError) as error:
         log.error("finish_failed", reason=str(error))
 

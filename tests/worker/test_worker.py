@@ -71,6 +71,15 @@ def test_a_worker_serves_only_its_model_s_queue(lab: Lab) -> None:
     assert lab.queue.workers_serving(theirs.spec.model.queue) == 0
 
 
+def test_a_report_is_there_when_a_job_has_ended(lab: Lab) -> None:
+    lab.environment["NIGHTMILL_JOBS__REPORT"] = "true"
+    lab.worker()
+    job = lab.start_job(2)
+    lab.wait_done(job)
+    until(lambda: "report.html" in job.store.list(), "the report")
+    assert job.job_id.encode() in job.store.read("report.html")
+
+
 def test_an_interactive_job_overtakes_a_nightly_one_at_the_next_chunk(lab: Lab) -> None:
     lab.worker()
     nightly = lab.start_job(4, seconds=2, name="nightly", priority=Priority.NIGHTLY)

@@ -3,9 +3,12 @@
 import json
 import subprocess
 import sys
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from engine.loop import Engine, load_parts
 from schemas.model_files import model_ref
@@ -15,7 +18,13 @@ from tests.engine.two_ranks import serve
 from tests.tiny_models import VOCAB_SIZE, write_tiny_model
 
 MAX_TOKENS = 12
-SMALL_STEPS = {"max_num_batched_tokens": 24, "max_num_seqs": 6, "block_size": 8}
+SMALL_STEPS = {
+    "num_threads": 1,
+    "kv_cache_gib": 0.01,
+    "max_num_batched_tokens": 24,
+    "max_num_seqs": 6,
+    "block_size": 8,
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "tensor": ("llama3", {"tensor_parallel": 2}),
     "tensor, tied head, biases": ("qwen2", {"tensor_parallel": 2, "overlap": True}),
@@ -43,44 +52,58 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def outputs(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list[int]]]:
+def on_cpus(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list[int]]]:
     """The tokens of all requests, by case, from two processes."""
-    directory = tmp_path_factory.mktemp("rendezvous")
+    return run_two_ranks(models, str(tmp_path_factory.mktemp("rendezvous")), "cpu")
+
+
+def run_two_ranks(
+    models: dict[str, str], directory: str, device: str, dtype: str = "float32"
+) -> dict[str, dict[str, list[int]]]:
     cases = [
         {
             "model": models[family],
-            "settings": SMALL_STEPS | settings,
+            "dtype": dtype,
+            "settings": SMALL_STEPS | settings | {"device": device},
             "max_tokens": MAX_TOKENS,
             "batches": batches(),
-            "rendezvous": str(directory / str(number)),
+            "rendezvous": f"{directory}/{number}",
         }
         for number, (family, settings) in enumerate(CASES.values())
     ]
     command = [sys.executable, "-m", "tests.engine.two_ranks"]
-    ranks = [
-        subprocess.Popen([*command, str(rank)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    for rank in ranks:
-        assert rank.stdin is not None
-        rank.stdin.write(json.dumps(cases))
-        rank.stdin.close()
-    try:
-        parts = [json.loads(rank.stdout.read()) for rank in ranks if rank.stdout is not None]
-    finally:
+    with ExitStack() as stack:
+        ranks = [
+            stack.enter_context(
+                subprocess.Popen([*command, str(rank)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            )
+            for rank in range(2)
+        ]
         for rank in ranks:
-            rank.kill()
-            rank.wait()
-            assert rank.stdout is not None
-            rank.stdout.close()
+            stack.callback(rank.kill)
+            assert rank.stdin is not None
+            rank.stdin.write(json.dumps(cases))
+            rank.stdin.close()
+        parts = [json.loads(rank.stdout.read()) for rank in ranks if rank.stdout is not None]
     return {name: first | second for name, first, second in zip(CASES, *parts, strict=True)}
+
+
+def run_one_rank(model: str, device: str, dtype: str = "float32") -> dict[str, list[int]]:
+    case = {"settings": {}, "max_tokens": MAX_TOKENS, "batches": batches()}
+    ref = model_ref(model, dtype=dtype, max_model_len=128)
+    settings = EngineSettings(device=device, **SMALL_STEPS)
+    return serve(Engine(ref, settings, load_parts(ref, settings)), case, 0)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_give_the_greedy_tokens_of_one(
-    name: str, models: dict[str, str], outputs: dict[str, dict[str, list[int]]]
+    name: str, models: dict[str, str], on_cpus: dict[str, dict[str, list[int]]]
 ) -> None:
-    case = {"settings": {}, "max_tokens": MAX_TOKENS, "batches": batches()}
-    ref = model_ref(models[CASES[name][0]], dtype="float32", max_model_len=128)
-    settings = EngineSettings(device="cpu", num_threads=1, kv_cache_gib=0.01, **SMALL_STEPS)
-    assert outputs[name] == serve(Engine(ref, settings, load_parts(ref, settings)), case, 0)
+    assert on_cpus[name] == run_one_rank(models[CASES[name][0]], "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_two_gpus_give_the_greedy_tokens_of_one(models: dict[str, str], tmp_path: Path) -> None:
+    tokens = run_two_ranks(models, str(tmp_path), "cuda")
+    assert tokens == {name: run_one_rank(models[family], "cuda") for name, (family, _) in CASES.items()}

@@ -19,8 +19,8 @@ from schemas.settings import EngineSettings
 
 
 def run_case(case: dict[str, Any], rank: int) -> dict[str, list[int]]:
-    ref = model_ref(case["model"], dtype="float32", max_model_len=128)
-    settings = EngineSettings(device="cpu", num_threads=1, kv_cache_gib=0.01, **case["settings"])
+    ref = model_ref(case["model"], dtype=case["dtype"], max_model_len=128)
+    settings = EngineSettings(**case["settings"])
     parts = load_parts(ref, settings, rank, case["rendezvous"])
     ranks = parts.ranks
     try:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import PurePosixPath
-from typing import Literal
+from typing import Any, Literal
 
 import pyarrow as pa
 import structlog
@@ -89,20 +89,21 @@ class Submission:
     output: str | None = None  # where final files go; None: inside the job directory
     chunk_rows: int | None = None  # None: Settings
     refresh: bool = False  # ask again what an earlier job has answered
+    slot: str | None = None  # when the schedule of this name was due
     priority: Priority = Priority.INTERACTIVE
     thresholds: Thresholds | None = None  # beyond them the job is stopped
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Prepared:
     """A submission that passed every check; nothing is written yet."""
 
     spec: JobSpec
     plan: Plan
-    output: str | None
     decisions: tuple[KeywordDecision, ...]  # how each keyword of the constraint is kept
     example: Prompt | Refusal | None  # the first row's prompt, or the first row's refusal if the first rows have none
     label_type: pa.DataType
+    output: str | None = None
     priority: Priority = Priority.INTERACTIVE
     thresholds: Thresholds | None = None
 
@@ -119,32 +120,48 @@ def prepare(submission: Submission, settings: Settings) -> Prepared:
     """
     if submission.constraint is not None and submission.constraint_column is not None:
         raise ConstraintError("give the job one constraint or a constraint column, not both")
-    decisions = () if submission.constraint is None else enforcement_plan(submission.constraint)
     inputs = scan_inputs(submission.inputs)
     spec = _make_spec(submission, inputs)
+    return prepare_spec(
+        spec,
+        inputs,
+        settings,
+        chunk_rows=submission.chunk_rows,
+        output=submission.output,
+        priority=submission.priority,
+        thresholds=submission.thresholds,
+    )
+
+
+def prepare_spec(
+    spec: JobSpec,
+    inputs: Inputs,
+    settings: Settings,
+    *,
+    output: str | None = None,
+    chunk_rows: int | None = None,
+    **others: Any,
+) -> Prepared:
+    """Check and plan a spec whose inputs were scanned; ``others`` are fields of Prepared that it does not decide."""
     check_output_columns(spec, inputs.schema)
-    if submission.output is not None:
-        check_output_is_free(spec, submission.output, open_store(settings.jobs_root))
+    if output is not None:
+        check_output_is_free(spec, output, open_store(settings.jobs_root))
     builder = PromptBuilder(spec, inputs.schema)
     chunks = make_chunks(
         inputs.files,
-        submission.chunk_rows or settings.jobs.chunk_rows,
+        chunk_rows or settings.jobs.chunk_rows,
         spec.limit,
         row_bytes=inputs.row_bytes,
         chunk_bytes=settings.jobs.chunk_bytes,
     )
-    example = _build_example(builder, spec, inputs.schema, chunks)
-    label_type = label_column(spec).type
-    plan = Plan(chunks, inputs.schema)
     return Prepared(
-        spec,
-        plan,
-        submission.output,
-        decisions,
-        example,
-        label_type,
-        priority=submission.priority,
-        thresholds=submission.thresholds,
+        spec=spec,
+        plan=Plan(chunks, inputs.schema),
+        decisions=() if spec.constraint is None else enforcement_plan(spec.constraint),
+        example=_build_example(builder, spec, inputs.schema, chunks),
+        label_type=label_column(spec).type,
+        output=output,
+        **others,
     )
 
 

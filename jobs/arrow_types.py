@@ -405,13 +405,6 @@ def _meta_array(spec: JobSpec, chunk_index: int, rows: Sequence[RowResult], vers
     return pa.StructArray.from_arrays(arrays, fields=list(META_TYPE))
 
 
-def with_origin(meta: pa.StructArray, job_id: str) -> pa.StructArray:
-    """Return meta values that say from which job they were copied."""
-    arrays = [meta.field(field.name) for field in META_TYPE]
-    arrays[META_TYPE.get_field_index("copied_from")] = pa.array([job_id] * len(meta), pa.string())
-    return pa.StructArray.from_arrays(arrays, fields=list(META_TYPE))
-
-
 def _attempt_values(attempt: Attempt) -> tuple[Any, ...]:
     """In the order of ATTEMPT_TYPE."""
     return (

@@ -22,7 +22,7 @@ from schemas.errors import InputDataError
 from schemas.records import JobSpec
 from schemas.settings import Settings
 
-NOT_COMPARED = frozenset({"name", "inputs", "format_version"})
+NOT_COMPARED = frozenset({"name", "inputs", "slot", "format_version"})
 MATCHES = ("content", "row")
 CURE = "name columns that together identify a row (--key is repeatable), or leave --key out"
 

@@ -17,7 +17,7 @@ from jobs.parts import PartInfo, encode_part, read_part, read_part_info
 from jobs.plan import START_AGAIN, Plan, check_format_version, decode_plan, encode_plan
 from jobs.provenance import Provenance, Throughput
 from jobs.shards import check_output_columns, check_output_place
-from jobs.source import ChunkReader, python_rows, scan_schema
+from jobs.source import ChunkReader, python_rows, rescan_inputs
 from jobs.store import Store, absolute_location, exists, probe, replace
 from jobs.thresholds import Thresholds
 from schemas.errors import AlreadyExists, JobError, JobNotFound, NotFound
@@ -127,7 +127,7 @@ class Job:
         """
         if not JOB_NAME.fullmatch(spec.name):
             raise JobError(f"job name {spec.name!r} must begin with a letter or digit and hold only those and . _ -")
-        input_schema = scan_schema(spec.inputs) if input_schema is None else input_schema
+        input_schema = rescan_inputs(spec.inputs).schema if input_schema is None else input_schema
         check_output_columns(spec, input_schema)
         output = None if output is None else absolute_location(output)
         check_output_place(spec.inputs, output)

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import structlog
 
-from jobs.arrow_types import OutputNames, key_column, label_column, output_names, result_fields, with_origin
+from jobs.arrow_types import META_TYPE, OutputNames, key_column, label_column, output_names, result_fields
 from jobs.job import Job
 from jobs.store import Store
 from schemas.errors import AlreadyExists, NotFound, StoreError
@@ -31,7 +31,7 @@ ANSWERS_VERSION = "1"
 """Raise it when this program would answer the same question otherwise: what older ones answered is asked again."""
 
 ROUTING_FIELDS = {
-    *("name", "inputs", "where", "limit", "refresh"),
+    *("name", "inputs", "where", "limit", "refresh", "slot"),
     *("prompt_template", "prompt_column", "messages_column", "body_column", "system"),
     *("constraint_column", "constraint_column_kind"),
     *("output_column", "gold_column", "columns", "format_version"),
@@ -258,6 +258,13 @@ def _list_segments(store: Store) -> list[str]:
 def _answer_schema(spec: JobSpec) -> pa.Schema:
     types = dict(zip(OutputNames._fields, (field.type for field in result_fields(spec)), strict=True))
     return pa.schema([pa.field(name, types[name]) for name in COLUMNS])
+
+
+def with_origin(meta: pa.StructArray, job_id: str) -> pa.StructArray:
+    """Return meta values that say from which job they were copied."""
+    arrays = [meta.field(field.name) for field in META_TYPE]
+    arrays[META_TYPE.get_field_index("copied_from")] = pa.array([job_id] * len(meta), pa.string())
+    return pa.StructArray.from_arrays(arrays, fields=list(META_TYPE))
 
 
 def _conform(table: pa.Table, schema: pa.Schema) -> pa.Table:

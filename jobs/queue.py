@@ -96,9 +96,7 @@ def celery_config(settings: Settings, broker_url: str) -> dict[str, Any]:
         "worker_send_task_events": True,
         "worker_hijack_root_logger": False,
         "worker_redirect_stdouts": False,
-        "beat_cron_starting_deadline": 3600,
-        "beat_schedule": {},
-        "beat_schedule_filename": str(settings.state_dir.expanduser() / "beat-schedule"),
+        "beat_scheduler": "worker.beat:NightlyScheduler",
         "timezone": "UTC",
     }
 

@@ -17,9 +17,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import structlog
 
-from jobs.arrow_types import KEY_TYPE, key_column, output_names, part_schema, row_column, with_origin
+from jobs.arrow_types import KEY_TYPE, key_column, output_names, part_schema, row_column
 from jobs.job import Job, part_key
-from jobs.ledger import REUSED, Found, Ledger
+from jobs.ledger import REUSED, Found, Ledger, with_origin
 from jobs.prompts import Prompt, PromptBuilder, Refusal
 from jobs.source import ChunkReader
 from schemas.errors import AlreadyExists, NotFound

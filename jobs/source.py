@@ -70,10 +70,11 @@ def scan_inputs(locations: Sequence[str]) -> Inputs:
     return Inputs(files, _joint_schema(files, scans), tuple(scan.row_bytes for scan in scans))
 
 
-def scan_schema(files: Sequence[InputFile]) -> pa.Schema:
-    """Read known files again and return the one schema that fits all of them."""
+def rescan_inputs(files: Sequence[InputFile]) -> Inputs:
+    """Read known files again. Raises JobError if one is not as it was."""
     with ThreadPoolExecutor(NUM_SCAN_THREADS) as pool:
-        return _joint_schema(files, list(pool.map(lambda file: scan_table(_current(file).uri, file.format), files)))
+        scans = list(pool.map(lambda file: scan_table(_current(file).uri, file.format), files))
+    return Inputs(tuple(files), _joint_schema(files, scans), tuple(scan.row_bytes for scan in scans))
 
 
 def _find(location: str) -> list[Entry]:

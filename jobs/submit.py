@@ -5,7 +5,7 @@ A thin cover of jobs.api: turns options into a Submission and results into text.
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
@@ -14,6 +14,9 @@ from jobs.cli import split_names, verb
 from schemas.errors import ConstraintError, InputDataError, NightmillError
 from schemas.records import Calibration, Constraint, ConstraintKind, Priority, RetryPolicy, Sampling, decode_json
 from schemas.settings import Settings
+
+if TYPE_CHECKING:
+    from jobs.api import Submission
 
 CONSTRAINT_KINDS = [str(kind) for kind in ConstraintKind]
 
@@ -157,8 +160,26 @@ def _split_choices(values: Sequence[str]) -> list[str]:
 @click.option("--wait/--no-wait", "wait", default=None, help="[default: wait, unless a broker is configured]")
 @click.option("--dry-run", is_flag=True, help="Show what would be done; write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="JSON lines on stdout, for programs.")
-def main(
-    settings: Settings,
+def main(settings: Settings, *, wait: bool | None, dry_run: bool, as_json: bool, **options: Any) -> int:
+    """Label every row of Parquet, Arrow, JSON lines or CSV files with a language model.
+
+    \b
+    python -m jobs.submit data.parquet --schema route.json
+    python -m jobs.submit 'shards/*.parquet' --choice yes,no --prompt 'Is this spam? {{ text }}' --gold is_spam
+    """
+    from jobs import api, show
+    from jobs.follow import follow
+
+    prepared = api.prepare(make_submission(**options), settings)
+    if dry_run:
+        show.show_dry_run(prepared, settings, as_json=as_json)
+        return 0
+    show.show_checked_keywords(prepared, as_json=as_json)
+    job = api.submit(prepared, settings)
+    return follow(job, settings, wait=wait, as_json=as_json)
+
+
+def make_submission(
     *,
     schema: str | None,
     regex: str | None,
@@ -171,41 +192,23 @@ def main(
     calibration: str | None,
     limits: tuple[str, ...],
     abort_min_rows: int | None,
-    wait: bool | None,
-    dry_run: bool,
-    as_json: bool,
     **options: Any,
-) -> int:
-    """Label every row of Parquet, Arrow, JSON lines or CSV files with a language model.
-
-    \b
-    python -m jobs.submit data.parquet --schema route.json
-    python -m jobs.submit 'shards/*.parquet' --choice yes,no --prompt 'Is this spam? {{ text }}' --gold is_spam
-    """
-    from jobs import api, show
-    from jobs.follow import follow
+) -> "Submission":
+    """The submission that the options of the command line ask for, files read. Raises NightmillError."""
+    from jobs.api import Submission
     from jobs.thresholds import parse_thresholds
 
-    prepared = api.prepare(
-        api.Submission(
-            prompt_template=None if prompt is None else read_argument(prompt),
-            system=None if system is None else read_argument(system),
-            constraint=make_constraint(schema, regex, ebnf, choices),
-            constraint_column_kind=None if constraint_kind is None else ConstraintKind(constraint_kind),
-            sampling=_pop_sampling(options),
-            retry=RetryPolicy(max_attempts=max_attempts),
-            calibration={} if calibration is None else load_calibration(calibration),
-            thresholds=parse_thresholds(limits, abort_min_rows),
-            **options,
-        ),
-        settings,
+    return Submission(
+        prompt_template=None if prompt is None else read_argument(prompt),
+        system=None if system is None else read_argument(system),
+        constraint=make_constraint(schema, regex, ebnf, choices),
+        constraint_column_kind=None if constraint_kind is None else ConstraintKind(constraint_kind),
+        sampling=_pop_sampling(options),
+        retry=RetryPolicy(max_attempts=max_attempts),
+        calibration={} if calibration is None else load_calibration(calibration),
+        thresholds=parse_thresholds(limits, abort_min_rows),
+        **options,
     )
-    if dry_run:
-        show.show_dry_run(prepared, settings, as_json=as_json)
-        return 0
-    show.show_checked_keywords(prepared, as_json=as_json)
-    job = api.submit(prepared, settings)
-    return follow(job, settings, wait=wait, as_json=as_json)
 
 
 def _pop_sampling(options: dict[str, Any]) -> Sampling:

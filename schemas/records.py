@@ -214,6 +214,7 @@ class JobSpec(Record):
     limit: int | None = None
     calibration: dict[str, float] = {}  # temperatures of the labels' probabilities, by path; see Calibration
     refresh: bool = False  # ask again what an earlier job has answered
+    slot: str | None = None  # when the schedule of the job's name was due: each night is a job of its own
     format_version: int = FORMAT_VERSION
 
     @property

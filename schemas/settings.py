@@ -96,6 +96,7 @@ class Settings(BaseSettings):
     broker_url: str | None = None  # None: the embedded server under state_dir
     jobs_root: str = ""  # directory or object-store URI that client and workers share; default state_dir/jobs
     state_dir: Path = Field(default_factory=default_state_dir)
+    schedules: str = "schedules.toml"  # file or URI of the nightly runs
     engine: EngineSettings = EngineSettings()
     worker: WorkerSettings = WorkerSettings()
     jobs: JobsSettings = JobsSettings()

@@ -20,7 +20,6 @@ MAY_OPEN_FILES = {
     "jobs/store.py": "it is the store",
     "jobs/broker.py": "the embedded server's own lock, log and configuration",
     "jobs/local_worker.py": "the log of the worker it starts",
-    "worker/celery.py": "makes the state directory that beat writes its schedule to",
 }
 # Module -> why it builds Settings although only entry points may.
 MAY_BUILD_SETTINGS = {

@@ -7,7 +7,6 @@ beat starts. Knows no torch.
 import sys
 from collections.abc import Callable
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import structlog
@@ -110,7 +109,6 @@ def prepare_beat(sender: Any, **_: Any) -> None:
     configure_logging(sender.app.settings.log.level, sender.app.settings.log.format)
     try:
         ensure_broker(sender.app.settings)
-        Path(sender.app.conf.beat_schedule_filename).parent.mkdir(parents=True, exist_ok=True)
     except NightmillError as error:
         log.error("beat_cannot_start", reason=str(error))
         sys.exit(error.exit_code)

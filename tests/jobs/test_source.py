@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jobs.source import ChunkReader, check_columns, python_rows, scan_inputs, scan_schema, unify_schemas
+from jobs.source import ChunkReader, check_columns, python_rows, rescan_inputs, scan_inputs, unify_schemas
 from jobs.store import open_store
 from schemas.errors import InputDataError, JobError
 from tests.tiny_jobs import write_input
@@ -211,7 +211,7 @@ def test_a_changed_or_deleted_input_stops_the_job(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="is gone"):
         reader.read(inputs.files[0], inputs.schema, 1, 1, ["a"])
     with pytest.raises(JobError, match="is gone"):
-        scan_schema(inputs.files)
+        rescan_inputs(inputs.files)
 
 
 def test_a_damaged_page_is_an_error_that_names_file_and_rows(tmp_path: Path) -> None:

@@ -122,23 +122,6 @@ def test_report_and_other_commands_need_neither_model_nor_broker(lab: Lab) -> No
     assert not (lab.path / "x").exists()
 
 
-def test_beat_starts_with_an_empty_schedule_and_ends_on_sigterm(lab: Lab) -> None:
-    log = lab.path / "beat.log"
-    with log.open("wb") as sink:
-        beat = subprocess.Popen(
-            [sys.executable, "-m", "celery", "-A", "worker", "beat", "-l", "DEBUG"],
-            env=lab.environment,
-            cwd=ROOT,
-            stdout=subprocess.DEVNULL,
-            stderr=sink,
-        )
-    until(lambda: b"beat: Waking up" in log.read_bytes(), "beat's first tick")  # a signal before it finds no schedule
-    assert list(lab.settings.state_dir.glob("beat-schedule*"))
-    beat.terminate()
-    assert beat.wait(timeout=20) == 0, log.read_text()
-    assert "Traceback" not in log.read_text()
-
-
 def test_a_worker_without_its_model_says_so_and_exits(lab: Lab) -> None:
     worker = lab.worker(is_ready=False, NIGHTMILL_WORKER__MODEL="/no/such/model")
     assert worker.wait() == 2

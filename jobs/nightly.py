@@ -157,14 +157,16 @@ def _claim(
     """Write the slot's file and return what it says: whoever was first decides what the job is."""
     from jobs import api
 
-    times = {"due": due.isoformat(timespec="minutes"), "claimed": now.isoformat(timespec="seconds")}
+    slot = Slot(
+        schedule=schedule.name, due=due.isoformat(timespec="minutes"), claimed=now.isoformat(timespec="seconds")
+    )
     before = None if by_hand or schedule.overlap == "queue" else last_job(store, schedule, due)
     if before is not None and (state := before.state()) in UNFINISHED:
-        slot = Slot(schedule=schedule.name, skipped=f"{before.job_id} was {state}", **times)
+        slot = msgspec.structs.replace(slot, skipped=f"{before.job_id} was {state}")
     else:
         prepared = api.prepare(schedule.submission(due), settings)
-        outside = {"output": prepared.output, "thresholds": prepared.thresholds}
-        slot = Slot(schedule=schedule.name, spec=prepared.spec, **times, **outside)
+        found = {"spec": prepared.spec, "output": prepared.output, "thresholds": prepared.thresholds}
+        slot = msgspec.structs.replace(slot, **found)
     _create_or_keep(store, _key(schedule, due), encode_json(slot))
     return read_slot(store, schedule, due) or slot
 
@@ -174,8 +176,15 @@ def _start(slot: Slot, spec: JobSpec, settings: Settings) -> None:
     from jobs import api
     from jobs.source import rescan_inputs
 
-    outside = {"output": slot.output, "thresholds": slot.thresholds, "priority": Priority.NIGHTLY}
-    api.submit(api.prepare_spec(spec, rescan_inputs(spec.inputs), settings, **outside), settings)
+    prepared = api.prepare_spec(
+        spec,
+        rescan_inputs(spec.inputs),
+        settings,
+        output=slot.output,
+        thresholds=slot.thresholds,
+        priority=Priority.NIGHTLY,
+    )
+    api.submit(prepared, settings)
 
 
 def _key(schedule: Schedule, due: datetime, suffix: str = ".json") -> str:
@@ -188,7 +197,7 @@ def _create_or_keep(store: Store, key: str, data: bytes) -> None:
 
 
 def _find(schedules: Mapping[str, Schedule], name: str | None, location: str) -> Schedule:
-    if name in schedules:
+    if name is not None and name in schedules:
         return schedules[name]
     there_are = f"there are {', '.join(schedules)}" if schedules else "it has none, or is missing"
     raise SettingsError(f"{location}: no schedule {name!r}; {there_are}")

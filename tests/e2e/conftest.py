@@ -1,0 +1,3 @@
+from tests.worker.conftest import make_lab
+
+__all__ = ["make_lab"]

@@ -13,11 +13,12 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerFast
 
 from engine.encoder import LITERAL, Encoder
-from engine.gguf_file import GgufFile
 from engine.overlong import Overlong
 from schemas.errors import ModelError, PromptError
+from schemas.gguf_file import GgufFile
 from schemas.model_files import ModelFiles, read_config
 from schemas.records import Message, Request
+from schemas.tokenizer import gguf_tokenizer
 
 OPEN_CHARACTER = "\ufffd"
 """What decoding an unfinished UTF-8 sequence ends with."""
@@ -145,73 +146,11 @@ def _configured_end_ids(directory: Path) -> set[int | None]:
     return set(configured) if isinstance(configured, list) else {configured}
 
 
-_GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_LLAMA3_SPLIT = "|".join(
-    (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",
-        r"[^\r\n\p{L}\p{N}]?\p{L}+",
-        r"\p{N}{1,3}",
-        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
-        r"\s*[\r\n]+",
-        r"\s+(?!\S)",
-        r"\s+",
-    )
-)
-_SPLITS = {
-    "gpt-2": _GPT2_SPLIT,
-    "smollm": _GPT2_SPLIT,
-    "llama-bpe": _LLAMA3_SPLIT,
-    "qwen2": _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}"),
-}
-"""How llama.cpp's pre-tokenizers cut text before the merges, by their names in GGUF files."""
-
-_CONTROL, _USER_DEFINED = 3, 4
-"""GGUF token types that are matched before anything is cut."""
-
-
 def _tokenizer_of_gguf(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
-    """Rebuild a byte-level BPE tokenizer. Raises ModelError for another kind, or an unknown pre-tokenizer.
-
-    transformers' own GGUF route leaves the pre-tokenizer's digit step out, so that numbers get other tokens.
-    """
-    from tokenizers import AddedToken, Tokenizer, decoders, models, processors
-
-    kind, name = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "gpt-2")
-    if kind != "gpt2" or name not in _SPLITS:
-        raise ModelError(f"GGUF tokenizer {kind!r} with pre-tokenizer {name!r} is not implemented: use safetensors")
-    tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
-    merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
-    vocab = {token: index for index, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=name == "llama-bpe"))
-    tokenizer.pre_tokenizer = _pre_tokenizer(name)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_tokens(
-        [
-            AddedToken(token, special=kind == _CONTROL, normalized=False)
-            for token, kind in zip(tokens, types, strict=True)
-            if kind in (_CONTROL, _USER_DEFINED)
-        ]
-    )
-    named = _named_tokens(metadata, tokens)
-    if metadata.get("tokenizer.ggml.add_bos_token") and "bos_token" in named:
-        bos = named["bos_token"]
-        tokenizer.post_processor = processors.TemplateProcessing(f"{bos} $A", special_tokens=[(bos, vocab[bos])])
-    template = metadata.get("tokenizer.chat_template")
+    found = gguf_tokenizer(metadata)
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, chat_template=template, **named
+        tokenizer_object=found.tokenizer,
+        clean_up_tokenization_spaces=False,
+        chat_template=found.chat_template,
+        **found.named,
     )
-
-
-def _pre_tokenizer(name: str) -> Any:
-    from tokenizers import Regex
-    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
-
-    steps = [Split(Regex(_SPLITS[name]), "isolated"), ByteLevel(add_prefix_space=False, use_regex=False)]
-    return Sequence([Digits(individual_digits=True), *steps] if name == "smollm" else steps)
-
-
-def _named_tokens(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, str]:
-    """The tokens that GGUF metadata give a role, under transformers' names."""
-    roles = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-    ids = {role: metadata.get(f"tokenizer.ggml.{name}_token_id") for name, role in roles.items()}
-    return {role: tokens[token_id] for role, token_id in ids.items() if token_id is not None}

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from engine.dist import Ranks
-from engine.gguf_file import GgufFile
 from engine.models import Model
 from engine.models.decoder import Decoder
 from engine.models.spec import ModelSpec
 from engine.shards import Part
 from kernels.api import Kernels
 from schemas.errors import ModelError
+from schemas.gguf_file import GgufFile
 from schemas.model_files import ModelFiles, read_config, resolve_model
 from schemas.records import ModelRef
 

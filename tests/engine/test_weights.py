@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.gguf_file import GgufFile
 from engine.models import Model
 from engine.weights import load_model, read_spec, unpermute
 from kernels.reference import ReferenceKernels
 from schemas.errors import ModelError
+from schemas.gguf_file import GgufFile
 from schemas.model_files import ModelFiles, resolve_model
 from schemas.records import ModelRef
 from tests.step_batches import block_tables, step_batch

@@ -21,6 +21,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_exponential, wait_random
 
+from jobs import expiring
 from schemas.errors import BrokerError
 from schemas.records import Priority, RowStatus
 from schemas.settings import Settings
@@ -50,11 +51,16 @@ HINT_EXPIRY_S = 7 * 24 * 3600  # leftovers of jobs that nobody finishes
 
 TRANSIENT = (redis.ConnectionError, redis.TimeoutError)
 
-RENEW_LEASE = """
-local holder = redis.call('get', KEYS[1])
-if not holder or holder == ARGV[1] then redis.call('set', KEYS[1], ARGV[1], 'px', ARGV[2]) end
-"""  # a flushed Redis gets the lease back
-DROP_LEASE = "if redis.call('get', KEYS[1]) == ARGV[1] then return redis.call('del', KEYS[1]) end"
+RENEW_HELD = """
+local time = redis.call('time')
+local now = time[1] + time[2] / 1000000
+local function date(tags)
+    for _, tag in ipairs(tags) do redis.call('zadd', KEYS[1], 'xx', now, tag) end
+end
+date(redis.call('zrangebyscore', KEYS[1], now + ARGV[1], '+inf'))
+table.remove(ARGV, 1)
+date(ARGV)
+"""
 
 T = TypeVar("T")
 
@@ -69,6 +75,7 @@ def celery_config(settings: Settings, broker_url: str) -> dict[str, Any]:
             "visibility_timeout": visibility_s,
             "unacked_restore_interval": min(5.0, visibility_s / 4),
             "unacked_restore_throttle": 1,  # the default looks only at every tenth interval
+            "unacked_mutex_expire": 10,  # by default, a worker killed while it looks keeps all others from it for 300 s
             "global_keyprefix": PREFIX,
             "priority_steps": list(STEPS.values()),
             "socket_keepalive": True,
@@ -145,29 +152,23 @@ class Queue:
 
     def enqueue(self, job: "Job", indices: Iterable[int]) -> None:
         """Send one message per chunk to the queue of the job's model. Raises BrokerError."""
-        self._call(lambda: self._redis.set(_key("sending", job.job_id), "1", px=SENDING_MS))
-        try:
-            self._send(job, indices)
-        finally:
-            self._hint(lambda: self._redis.delete(_key("sending", job.job_id)))
+        with self._sending(job) as (_, go_on):
+            self._send(job, indices, go_on)
 
     def reconcile(self, job: "Job") -> int:
         """Send the pending chunks that are neither queued, nor held by a worker, nor leased; return how many.
 
         Returns 0 while somebody else is sending the same job's chunks. Raises BrokerError.
         """
-        sending = _key("sending", job.job_id)
-        if not self._call(lambda: self._redis.set(sending, "1", nx=True, px=SENDING_MS)):
-            return 0
-        try:
+        with self._sending(job) as (is_first, go_on):
+            if not is_first:
+                return 0
             pending = job.pending()
             known = self._queued(job) if pending else frozenset()
             missing = self._unleased(job.job_id, [index for index in pending if index not in known])
             missing = [index for index in missing if not job.is_committed(index)]  # since the first look
-            self._send(job, missing)
+            self._send(job, missing, go_on)
             return len(missing)
-        finally:
-            self._hint(lambda: self._redis.delete(sending))
 
     def depth(self, queue_name: str) -> int:
         """Messages that wait in a queue, those that workers hold not counted. Raises BrokerError."""
@@ -176,11 +177,12 @@ class Queue:
     def workers_serving(self, queue_name: str) -> int:
         """How many live workers serve a queue, those that still load their model included. Raises BrokerError."""
         pattern = _key("worker", queue_name, "*")
-        return len(self._call(lambda: list(self._redis.scan_iter(match=pattern, count=PAGE))))
+        keys = self._call(lambda: list(self._redis.scan_iter(match=pattern, count=PAGE)))
+        return sum(self._call(lambda: expiring.are_held(self._redis, keys)))
 
     def announce(self, queue_name: str, worker_name: str) -> None:
         """Count this worker among those that serve a queue, for the next half minute or so."""
-        self._hint(lambda: self._redis.set(_key("worker", queue_name, worker_name), "1", px=self._presence_ms))
+        self._hint(lambda: expiring.take(self._redis, _key("worker", queue_name, worker_name), "", self._presence_ms))
 
     def withdraw(self, queue_name: str, worker_name: str) -> None:
         """Count this worker no longer."""
@@ -188,7 +190,8 @@ class Queue:
 
     def take_turn(self, name: str, seconds: float) -> bool:
         """Whether this process is the one that does ``name`` for the next ``seconds``. Raises BrokerError."""
-        return bool(self._call(lambda: self._redis.set(_key("turn", name), "1", nx=True, px=int(seconds * 1000))))
+        token, life_ms = uuid.uuid4().hex, int(seconds * 1000)
+        return self._call(lambda: expiring.take(self._redis, _key("turn", name), token, life_ms))
 
     @contextmanager
     def lease(self, job_id: str, index: int) -> Iterator[bool]:
@@ -197,7 +200,7 @@ class Queue:
         A broker that does not answer gives everybody the lease: the commit decides, the lease only saves work.
         """
         key, token = _key("lease", job_id, index), uuid.uuid4().hex
-        taken = self._hint(lambda: self._take(key, token), default=True)
+        taken = self._hint(lambda: expiring.take(self._redis, key, token, self._lease_ms), default=True)
         if not taken:
             yield False
             return
@@ -209,7 +212,7 @@ class Queue:
         finally:
             stopped.set()
             heartbeat.join()
-            self._hint(lambda: self._redis.eval(DROP_LEASE, 1, key, token))
+            self._hint(lambda: expiring.drop(self._redis, key, token, self._lease_ms))
 
     def num_deliveries(self, job_id: str, index: int) -> int:
         """How often a chunk has been begun without being committed or given back."""
@@ -271,13 +274,15 @@ class Queue:
             counts.update(msgspec.json.decode(value, type=dict[RowStatus, int]))
         return Progress(len(running), dict(counts))
 
-    def renew(self, delivery_tags: Iterable[str], now_s: float) -> None:
+    def renew(self, delivery_tags: Iterable[str]) -> None:
         """Say that this worker still holds these messages, or they would be delivered again (celery#5935).
 
-        Only messages that are still unacknowledged are touched. Raises BrokerError.
+        Only messages that are still unacknowledged are touched. Those dated later than a visibility timeout from now,
+        by a clock that was wrong or has gone back since, are dated anew, or nobody would get a dead worker's for as
+        long. Raises BrokerError.
         """
-        if scores := dict.fromkeys(delivery_tags, now_s):
-            self._call(lambda: self._redis.zadd(UNACKED_INDEX_KEY, scores, xx=True))
+        arguments = (str(self._settings.worker.visibility_timeout_s), *delivery_tags)
+        self._call(lambda: self._redis.eval(RENEW_HELD, 1, UNACKED_INDEX_KEY, *arguments))
 
     @cached_property
     def _redis(self) -> redis.Redis:
@@ -291,14 +296,28 @@ class Queue:
         app.conf.update(celery_config(self._settings, self.broker_url))
         return app
 
-    def _send(self, job: "Job", indices: Iterable[int]) -> None:
+    @contextmanager
+    def _sending(self, job: "Job") -> Iterator[tuple[bool, Callable[[], object]]]:
+        """Tell others that a job's chunks are being sent; yields whether nobody else is at it, and what renews that."""
+        key, token = _key("sending", job.job_id), uuid.uuid4().hex
+
+        def go_on() -> bool:
+            return expiring.take(self._redis, key, token, SENDING_MS)
+
+        is_first = self._call(go_on)
+        try:
+            yield is_first, go_on
+        finally:
+            self._hint(lambda: expiring.drop(self._redis, key, token, SENDING_MS))
+
+    def _send(self, job: "Job", indices: Iterable[int], go_on: Callable[[], object]) -> None:
         from kombu.exceptions import OperationalError
 
         try:
             with self._app.producer_pool.acquire(block=True) as producer:
                 for number, index in enumerate(indices):
                     if number % PAGE == PAGE - 1:
-                        self._hint(lambda: self._redis.set(_key("sending", job.job_id), "1", px=SENDING_MS))
+                        self._hint(go_on)
                     self._app.send_task(
                         TASK_NAME,
                         args=(job.job_id, index),
@@ -325,16 +344,13 @@ class Queue:
     def _unleased(self, job_id: str, indices: list[int]) -> list[int]:
         if not indices:
             return []
-        leases = self._call(lambda: self._redis.mget([_key("lease", job_id, index) for index in indices]))
-        return [index for index, holder in zip(indices, leases, strict=True) if holder is None]
-
-    def _take(self, key: str, token: str) -> bool:
-        """SET NX, and a look at the holder: a call repeated after a lost answer finds its own token."""
-        return bool(self._redis.set(key, token, nx=True, px=self._lease_ms)) or self._redis.get(key) == token.encode()
+        keys = [_key("lease", job_id, index) for index in indices]
+        held = self._call(lambda: expiring.are_held(self._redis, keys))
+        return [index for index, is_held in zip(indices, held, strict=True) if not is_held]
 
     def _renew_lease(self, key: str, token: str, stopped: threading.Event) -> None:
         while not stopped.wait(self._lease_ms / 3000):
-            self._hint(lambda: self._redis.eval(RENEW_LEASE, 1, key, token, str(self._lease_ms)))
+            self._hint(lambda: expiring.take(self._redis, key, token, self._lease_ms))
 
     def _call(self, action: Callable[[], T], tries: int = NUM_TRIES) -> T:
         """Run an idempotent Redis call, again after transient errors. Raises BrokerError."""

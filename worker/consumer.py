@@ -4,7 +4,6 @@ Works around Celery 5.7 and kombu 5.7; each workaround names what happens withou
 """
 
 import threading
-import time
 from typing import Any
 
 import celery.worker.consumer
@@ -111,7 +110,7 @@ class Renewal(bootsteps.StartStopStep):  # type: ignore[misc]
         interval_s = consumer.app.settings.worker.visibility_timeout_s / RENEWALS_PER_TIMEOUT
         while not self._stopped.wait(interval_s):
             try:
-                queue.renew(held_tags(consumer.pool), time.time())
+                queue.renew(held_tags(consumer.pool))
             except BrokerError as error:
                 log.warning("renewal_failed", error=str(error))
 

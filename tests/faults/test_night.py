@@ -19,6 +19,8 @@ KINDS = [
     "one rank SIGKILL",
     "Redis data lost",
     "worker SIGSTOP beyond its lease, SIGCONT",
+    "clock steps forward",
+    "clock steps back, worker SIGKILL",
     "part truncated",
 ]
 

@@ -8,6 +8,7 @@ import pytest
 import redis
 
 from jobs.broker import ensure_broker, stop_broker
+from jobs.expiring import take
 from jobs.queue import (
     PAGE,
     PREFIX,
@@ -24,6 +25,7 @@ from jobs.queue import (
 from schemas.errors import BrokerError
 from schemas.records import JobSpec, ModelRef, Priority, RowStatus
 from schemas.settings import Settings, WorkerSettings
+from tests.clock import step_clock
 
 MODEL = ModelRef(name="tiny", digest="0123456789abcdef")
 SPEC = JobSpec(name="tickets", inputs=(), model=MODEL)
@@ -169,9 +171,10 @@ def test_a_lease_that_somebody_else_has_by_now_is_neither_renewed_nor_dropped(
 ) -> None:
     key = f"{PREFIX}lease:job:1"
     with queue.lease("job", 1):
-        client.set(key, "somebody", px=60_000)
+        client.delete(key)
+        assert take(client, key, "somebody", 60_000)
         assert min(_collect_ttl(client, key, 1.0)) > 50_000
-    assert client.get(key) == b"somebody"
+    assert client.get(key) == b"60000:somebody"
 
 
 def test_a_flushed_broker_gets_a_held_lease_back(queue: Queue, client: redis.Redis) -> None:
@@ -220,10 +223,35 @@ def test_one_process_at_a_time_takes_a_turn(queue: Queue, client: redis.Redis) -
 
 
 def test_renewal_touches_only_messages_that_are_still_unacknowledged(queue: Queue, client: redis.Redis) -> None:
-    client.zadd(UNACKED_INDEX_KEY, {"mine": 1.0, "theirs": 2.0})
-    queue.renew(["mine", "acked"], 100.0)
-    queue.renew([], 200.0)
-    assert client.zrange(UNACKED_INDEX_KEY, 0, -1, withscores=True) == [(b"theirs", 2.0), (b"mine", 100.0)]
+    now_s = time.time()
+    client.zadd(UNACKED_INDEX_KEY, {"mine": 1.0, "theirs": 2.0, "recent": now_s})
+    queue.renew(["mine", "acked"])
+    queue.renew([])
+    dates = dict(client.zrange(UNACKED_INDEX_KEY, 0, -1, withscores=True))
+    assert dates == {b"theirs": 2.0, b"recent": now_s, b"mine": pytest.approx(now_s, abs=20)}
+
+
+def test_renewal_dates_anew_what_a_clock_that_went_back_dated_in_the_future(queue: Queue, client: redis.Redis) -> None:
+    client.zadd(UNACKED_INDEX_KEY, {"of a dead worker": time.time()})
+    step_clock(client, -3600)
+    queue.renew([])
+    ((_, date_s),) = client.zrange(UNACKED_INDEX_KEY, 0, -1, withscores=True)
+    assert date_s == pytest.approx(time.time(), abs=20)
+
+
+@pytest.mark.parametrize("seconds", [-3600, 3600])
+def test_a_step_of_the_clock_hides_no_missing_chunk(queue: Queue, client: redis.Redis, seconds: float) -> None:
+    """All that a killed client and a killed worker had said they were doing."""
+    job = FakeJob(2)
+    with queue._sending(job) as (is_first, _):
+        assert is_first
+        assert queue.take_turn("reconcile", 60)
+        queue.announce(MODEL.queue, "dead")
+        with queue.lease(job.job_id, 1):
+            step_clock(client, seconds)
+            assert queue.workers_serving(MODEL.queue) == 0
+            assert queue.take_turn("reconcile", 60)
+            assert queue.reconcile(job) == 2
 
 
 def test_an_unreachable_broker_is_an_error_with_its_url_and_without_its_password() -> None:

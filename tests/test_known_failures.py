@@ -8,6 +8,7 @@ import pytest
 JSON_GRAMMAR, GRAMMAR, LOOP = "schemas/test_json_grammar", "engine/test_grammar", "engine/test_loop"
 RESULTS, SOURCE, FINISH, LLM = "jobs/test_results", "jobs/test_source", "jobs/test_finish", "engine/test_llm"
 ARROW, CLIENT, JOB, WORKER = "jobs/test_arrow_types", "engine/test_client", "jobs/test_job", "worker/test_worker"
+DELIVERY, BROKER_LOSS, QUEUE = "worker/test_delivery", "faults/test_broker_loss", "jobs/test_queue"
 
 STRUCTURED_OUTPUT = {
     "legal infinite loop": [
@@ -187,10 +188,51 @@ PARQUET = {
     "lenient JSON": ["schemas/test_json_schema::test_text_that_no_strict_reader_takes_is_not_json"],
 }
 
+CELERY_AND_REDIS = {
+    "double execution": [
+        f"{DELIVERY}::test_a_chunk_that_runs_longer_than_the_visibility_timeout_runs_once",
+        f"{DELIVERY}::test_a_second_delivery_of_a_running_or_committed_chunk_does_nothing",
+        f"{BROKER_LOSS}::test_a_cut_connection_does_not_start_running_chunks_again",
+    ],
+    "lost task": [
+        f"{DELIVERY}::test_a_worker_killed_at_any_hop_loses_and_doubles_nothing",
+        f"{DELIVERY}::test_a_message_lost_with_its_worker_is_found_missing_and_sent_again",
+        f"{WORKER}::test_early_acknowledgement_is_refused",
+    ],
+    "poison task delivered for ever": [
+        f"{DELIVERY}::test_a_chunk_that_kills_its_workers_is_parked_and_its_neighbour_is_not",
+        f"{DELIVERY}::test_a_chunk_that_always_fails_is_parked_with_its_cause_and_the_job_goes_on",
+    ],
+    "hoarded messages": [f"{DELIVERY}::test_no_worker_hoards_chunks_that_another_could_run"],
+    "deaf after a reconnect": [
+        f"{BROKER_LOSS}::test_a_worker_consumes_again_after_several_losses_in_a_row",
+        f"{BROKER_LOSS}::test_a_broker_restart_in_mid_task_costs_neither_worker_nor_engine_nor_a_second_run",
+    ],
+    "tasks lost with the broker": [
+        f"{DELIVERY}::test_a_flushed_broker_loses_nothing_and_doubles_nothing_that_runs",
+        f"{QUEUE}::test_reconcile_after_a_flush_sends_all_that_is_pending",
+    ],
+    "daemonic children": [f"{WORKER}::test_a_worker_runs_a_job_to_its_end_and_leaves_nothing_behind"],
+    "CUDA in a forked child": [f"{WORKER}::test_importing_the_worker_loads_no_torch"],
+    "result backend": [
+        f"{QUEUE}::test_ten_thousand_chunks_cost_no_memory_and_leave_no_results",
+        f"{WORKER}::test_settings_that_lose_work_are_refused",
+    ],
+    "completion by chord": [
+        "jobs/test_wait::test_a_wait_ends_with_the_last_part_and_writes_the_output",
+        f"{FINISH}::test_racing_finishers_agree",
+    ],
+    "clock that steps": [
+        f"{QUEUE}::test_a_step_of_the_clock_hides_no_missing_chunk",
+        f"{QUEUE}::test_renewal_dates_anew_what_a_clock_that_went_back_dated_in_the_future",
+    ],
+}
+TABLES = STRUCTURED_OUTPUT | OFFLINE_BATCH | PARQUET | CELERY_AND_REDIS
 
-@pytest.mark.parametrize("kind", [*STRUCTURED_OUTPUT, *OFFLINE_BATCH, *PARQUET])
+
+@pytest.mark.parametrize("kind", TABLES)
 def test_each_kind_of_fault_has_its_tests(kind: str, repo_root: Path) -> None:
-    for name in (STRUCTURED_OUTPUT | OFFLINE_BATCH | PARQUET)[kind]:
+    for name in TABLES[kind]:
         path, _, function = name.partition("::")
         tree = ast.parse((repo_root / "tests" / f"{path}.py").read_text())
         assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, name

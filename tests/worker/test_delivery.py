@@ -1,4 +1,5 @@
 import signal
+from collections import Counter
 from collections.abc import Callable
 
 import psutil
@@ -196,3 +197,12 @@ def test_a_worker_that_cannot_use_a_job_fails_it_with_the_cause_until_somebody_c
     job.store.create("plan.parquet", plan)
     lab.queue.enqueue(job, job.pending())
     until(lambda: job.state() is JobState.DONE, "the job to be done after all")
+
+
+def test_no_worker_hoards_chunks_that_another_could_run(lab: Lab) -> None:
+    """celery#4537: one of two workers has all the long tasks, and the other none."""
+    for name in ("w1", "w2"):
+        lab.worker(name)
+    lab.start_job(4, seconds=30)
+    until(lambda: len(lab.events("submitted")) == 4, "all four chunks to run")
+    assert sorted(Counter(event["pid"] for event in lab.events("submitted")).values()) == [2, 2]

@@ -14,13 +14,14 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 import xgrammar
 from torch import Tensor
 
+from engine.closing import Closer, Closing, make_closer
 from engine.guidance import GuidanceCompiler, GuidanceGrammar, GuidanceMasks, GuidanceMatcher
 from engine.masks import MaskTable
 from engine.states import SharedMatcher, SharedStates
@@ -44,6 +45,14 @@ CACHE_BYTES = 2**30
 KNOWN_CHARS = 2**26
 """Source of the constraints kept. Who sends one for each row must send it again once no unfinished row has it."""
 CHARS_PER_CONSTRAINT = 1024  # beside its source: the key, the tables, an error
+
+
+class Compiled(NamedTuple):
+    """A grammar, the states that its rows share, and what ends them in time."""
+
+    grammar: CompiledGrammar
+    states: SharedStates
+    closer: Closer | None
 
 
 class Grammars:
@@ -71,12 +80,12 @@ class Grammars:
         self._constraints: dict[str, Constraint] = {}
         self._num_known_chars = 0
         self._num_compiled_bytes = 0
-        self._compiled: OrderedDict[str, tuple[CompiledGrammar, SharedStates]] = OrderedDict()
+        self._compiled: OrderedDict[str, Compiled] = OrderedDict()
         self._errors: dict[str, str] = {}
         self._queue: deque[str] = deque()
         self._underway: dict[str, float] = {}  # key -> when its compile started, monotonic seconds
         self._num_runaways = 0
-        self._results: SimpleQueue[tuple[str, CompiledGrammar | Exception]] = SimpleQueue()
+        self._results: SimpleQueue[tuple[str, tuple[CompiledGrammar, Closer | None] | Exception]] = SimpleQueue()
         self._has_result = threading.Event()
         self._not_end = ~pack_bits(sorted(end_token_ids), -(-self._num_tokens // 32))
         self._masks = MaskTable(self._num_tokens, -(-vocab_size // 32), device, self._fill_native)
@@ -108,12 +117,17 @@ class Grammars:
             raise ConstraintError(error)
         if key in self._compiled:
             self._compiled.move_to_end(key)
-            return SharedMatcher(self._compiled[key][1])
+            return SharedMatcher(self._compiled[key].states)
         if key not in self._constraints:
             raise ConstraintError(f"constraint {key} was not sent before the request that names it")
         if key not in self._underway and key not in self._queue:
             self._queue.append(key)  # poll starts it, so that poll reports it
         return None
+
+    def closing(self, key: str, max_tokens: int) -> Closing | None:
+        """What watches over the budget of a row that has a matcher; None if it needs none."""
+        closer = self._compiled[key].closer
+        return closer.start(max_tokens) if closer else None
 
     def spelling(self, key: str) -> tuple[Constraint, Seq[bytes]]:
         """A compiled constraint, and the vocabulary as the bytes that it is matched with."""
@@ -157,16 +171,18 @@ class Grammars:
         vocabulary = self._compilers.vocabulary_of(constraint)
         return GrammarMatcher(xgrammar.GrammarMatcher(compiled), vocabulary, self._not_end)
 
-    def _settle(self, key: str, result: CompiledGrammar | Exception) -> None:
+    def _settle(self, key: str, result: tuple[CompiledGrammar, Closer | None] | Exception) -> None:
         if isinstance(result, Exception):
             kind = self._constraints[key].kind
             self._errors[key] = f"the {kind} constraint cannot be compiled: {_first_line(result)}"
             return
-        self._compiled[key] = (result, SharedStates(partial(self._start, self._constraints[key], result)))
-        self._num_compiled_bytes += result.memory_size_bytes
+        grammar, closer = result
+        states = SharedStates(partial(self._start, self._constraints[key], grammar))
+        self._compiled[key] = Compiled(grammar, states, closer)
+        self._num_compiled_bytes += grammar.memory_size_bytes
         while len(self._compiled) > 1 and self._num_compiled_bytes > CACHE_BYTES:
-            _, (evicted, _) = self._compiled.popitem(last=False)
-            self._num_compiled_bytes -= evicted.memory_size_bytes
+            _, evicted = self._compiled.popitem(last=False)
+            self._num_compiled_bytes -= evicted.grammar.memory_size_bytes
 
     def _abandon_runaways(self) -> list[str]:
         now = time.monotonic()
@@ -196,9 +212,11 @@ class Grammars:
 
     def _compile(self, constraint: Constraint) -> None:
         """Thread: compile one constraint and hand over the result, whatever it is."""
-        result: CompiledGrammar | Exception
+        result: tuple[CompiledGrammar, Closer | None] | Exception
         try:
-            result = compile_constraint(self._get_compilers(), constraint)
+            compilers = self._get_compilers()
+            grammar = compile_constraint(compilers, constraint)
+            result = grammar, make_closer(constraint, compilers.vocabulary_of(constraint))
         except Exception as error:  # noqa: BLE001 - the native compiler's errors have no common class; it is recorded
             result = error
         self._results.put((constraint.key, result))
@@ -229,6 +247,10 @@ class GrammarMatcher:
     def accept(self, token_id: int) -> bool:
         """Advance by one token; False, and no change, if the grammar does not allow it."""
         return bool(self.native.accept_token(token_id))
+
+    def can_end(self) -> bool:
+        """Whether the text is whole."""
+        return self.is_terminated or bool(self.native.is_completed())
 
     def is_at_end(self) -> bool:
         """Whether the end token is the only one allowed next."""

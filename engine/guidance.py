@@ -124,6 +124,10 @@ class GuidanceMatcher:
             return self.is_terminated
         return self.native.try_consume_tokens([token_id]) == 1
 
+    def can_end(self) -> bool:
+        """Whether the text is whole."""
+        return self.is_terminated or bool(self.native.is_accepting())
+
     def is_at_end(self) -> bool:
         """Whether the end token is the only one allowed next."""
         if self.is_terminated or not self.native.is_accepting():

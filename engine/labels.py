@@ -172,7 +172,8 @@ class Labels:
         ``tokens`` are the vocabulary as bytes. With something to run, ``take`` returns the final completion.
         """
         pieces = tuple(tokens[token_id] for token_id in completion.token_ids)
-        located = self._locate(constraint, completion.text, pieces)
+        num_own = len(pieces) - sequence.num_steered  # labels behind them are not the model's
+        located = [each for each in self._locate(constraint, completion.text, pieces) if each.end <= num_own]
         labels = tuple(
             Label(
                 path=choice.path,

@@ -18,7 +18,7 @@ import torch
 from engine.cache import BlockPool
 from engine.device import gpu_uuids, resolve_sizes, select_device
 from engine.dist import Ranks, connect
-from engine.forced import ForcedText
+from engine.forced import CONTEXT_TOKENS, ForcedText
 from engine.grammar import Grammars
 from engine.labels import Labels, launch_branches
 from engine.models import Model
@@ -251,9 +251,9 @@ class Engine:
             sequence.num_in_flight -= 1
             if sequence.branch or sequence.status is SequenceStatus.FINISHED:
                 continue
-            if error := self._append(sequence, token_id, logprob):
+            if error := self._accept(sequence, token_id):
                 self._finish(sequence, FinishReason.CONSTRAINT_ERROR if sequence.matcher else FinishReason.ERROR, error)
-            elif reason := self._finish_reason(sequence) or self._force(sequence):
+            elif reason := self._extend(sequence, token_id, logprob=logprob):
                 self._finish(sequence, reason)
         if launched.branches:
             probes, logprobs = launched.branches
@@ -262,7 +262,7 @@ class Engine:
                 if completion := self._labels.take(probe, of_its_tokens):
                     self._complete(completion)
 
-    def _append(self, sequence: Sequence, token_id: int, logprob: float) -> str | None:
+    def _accept(self, sequence: Sequence, token_id: int) -> str | None:
         """Accept a drawn token; returns why it cannot be accepted."""
         if token_id < 0:
             where = f"after {sequence.num_output} output tokens"
@@ -270,19 +270,29 @@ class Engine:
         if sequence.matcher and not sequence.matcher.accept(token_id):
             return f"the grammar refuses token {token_id}, which its mask allowed"
         sequence.note_drawn()
-        self._record(sequence, (token_id,), (logprob,))
         return None
 
-    def _force(self, sequence: Sequence) -> FinishReason | None:
-        """Append the text that the grammar forces next, to be computed with the next draw; says if that is the end."""
-        if not (sequence.request.sampling.force_text and sequence.matcher):
-            return None
-        limit = sequence.max_tokens - sequence.num_output
-        if not (forced := self._forced.advance(sequence.matcher, sequence.token_ids, limit)):
-            return None
-        self._record(sequence, forced, (0.0,) * len(forced))
+    def _extend(self, sequence: Sequence, *drawn: int, logprob: float = 0.0) -> FinishReason | None:
+        """Append a drawn token and what the grammar forces after it, or the shortest end if they leave too little room.
+
+        Says if, and why, that is the end. What is forced will be computed with the next draw.
+        """
+        forced = self._forced_after(sequence, drawn)
+        if sequence.closing and sequence.matcher:
+            end = sequence.closing.replace(sequence, sequence.matcher, (*drawn, *forced))
+            if end is not None:
+                sequence.num_steered = len(end)
+                self._record(sequence, end, (0.0,) * len(end))
+                return FinishReason.CLOSED
+        self._record(sequence, (*drawn, *forced), (*(logprob for _ in drawn), *(0.0,) * len(forced)))
         self.stats.num_forced_tokens += len(forced)
         return self._finish_reason(sequence)
+
+    def _forced_after(self, sequence: Sequence, drawn: Ids) -> Ids:
+        if not (sequence.request.sampling.force_text and sequence.matcher):
+            return ()
+        before = (*sequence.token_ids[-CONTEXT_TOKENS:], *drawn)
+        return self._forced.advance(sequence.matcher, before, sequence.max_tokens - sequence.num_output - len(drawn))
 
     def _record(self, sequence: Sequence, token_ids: Ids, logprobs: Iterable[float]) -> None:
         sequence.token_ids.extend(token_ids)
@@ -302,7 +312,9 @@ class Engine:
             return FinishReason.STOP
         if sampling.stop and find_stop(sequence.text, sampling.stop) is not None:
             return FinishReason.STOP
-        return FinishReason.LENGTH if sequence.num_output >= sequence.max_tokens else None
+        if sequence.num_output < sequence.max_tokens:
+            return None
+        return FinishReason.CLOSED if sequence.matcher and sequence.matcher.can_end() else FinishReason.LENGTH
 
     def _queue(self, sequence: Sequence) -> None:
         """Hand a sequence to the scheduler, or park it until its grammar is compiled."""
@@ -316,7 +328,8 @@ class Engine:
             if sequence.matcher is None:
                 self._awaiting_grammar[key].append(sequence)
                 return
-            if reason := self._finish_reason(sequence) or self._force(sequence):
+            sequence.closing = self._grammars.closing(key, sequence.max_tokens)
+            if reason := self._extend(sequence):
                 self._finish(sequence, reason)
                 return
         self._scheduler.add(sequence)

@@ -130,6 +130,10 @@ class SharedMatcher:
             self.state.num_visits -= 1
             self.state = self.state.parent
 
+    def can_end(self) -> bool:
+        """See Matcher.can_end."""
+        return self.native.can_end()
+
     def is_at_end(self) -> bool:
         """See Matcher.is_at_end."""
         if self.state is None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from schemas.records import Request
 
 if TYPE_CHECKING:
+    from engine.closing import Closing
     from engine.states import SharedMatcher
 
 
@@ -42,6 +43,9 @@ class Matcher(Protocol):
     def rollback(self, num_tokens: int) -> None:
         """Take back the last accepted tokens."""
 
+    def can_end(self) -> bool:
+        """Whether the text is whole."""
+
     def is_at_end(self) -> bool:
         """Whether the end token is the only one allowed next."""
 
@@ -72,6 +76,8 @@ class Sequence:
     num_prompt: int
     max_tokens: int  # output tokens at most: the request's, clamped by the model's length
     matcher: SharedMatcher | None = None
+    closing: Closing | None = None  # watches that the budget lasts to the grammar's end
+    num_steered: int = 0  # output tokens at the end that closed it
     branch: tuple[int, ...] = ()  # these tokens' probabilities are asked for, instead of a token
     detokenizer: Detokenizer | None = None
     status: SequenceStatus = SequenceStatus.WAITING

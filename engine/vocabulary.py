@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left
 from collections.abc import Sequence as Seq
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ class Vocabulary:
         self.num_words = -(-len(tokens) // 32)
         self._sorted = sorted((token, token_id) for token_id, token in enumerate(tokens) if token)
         self._longer: dict[int, Words | None] = {}
+        self.max_bytes = max(map(len, tokens), default=0)  # of one token
 
     def longer_than(self, token_id: int) -> Words | None:
         """The bits of the tokens that begin with ``token_id``'s bytes and go on; None if there are none."""
@@ -33,6 +35,22 @@ class Vocabulary:
             found = [other_id for other, other_id in tail if len(other) > len(token)]
             self._longer[token_id] = pack_bits(found, self.num_words) if found and token else None
         return self._longer[token_id]
+
+    @cached_property
+    def _ids(self) -> dict[bytes, int]:
+        return dict(reversed(self._sorted))  # of several with the same bytes, the first
+
+    def fewest_tokens(self, text: bytes) -> tuple[int, ...] | None:
+        """The fewest tokens that write ``text``; None if no tokens do."""
+        best: list[tuple[int, ...] | None] = [*[None] * len(text), ()]
+        for start in reversed(range(len(text))):
+            for end in range(start + 1, min(start + self.max_bytes, len(text)) + 1):
+                token_id, rest = self._ids.get(text[start:end]), best[end]
+                if token_id is not None and rest is not None:
+                    known = best[start]
+                    if known is None or len(rest) + 1 <= len(known):  # of several, the one with the longest token first
+                        best[start] = (token_id, *rest)
+        return best[0]
 
 
 def pack_bits(token_ids: Seq[int], num_words: int) -> Words:

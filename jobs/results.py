@@ -22,9 +22,8 @@ from jobs.prompts import Prompt, PromptBuilder, Refusal
 from jobs.reproducer import keep_reproducer
 from jobs.source import ChunkReader
 from jobs.spill import Spill
-from schemas.constraints import Validator, make_validator
+from schemas.constraints import Validator, make_validator, max_bytes
 from schemas.errors import Interrupted
-from schemas.longest import max_bytes
 from schemas.records import (
     Attempt,
     Chunk,

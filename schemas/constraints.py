@@ -4,6 +4,7 @@ The one door to ``json_schema``, ``json_grammar``, ``regex`` and ``ebnf``. Knows
 """
 
 import json
+import math
 from collections import Counter
 from functools import lru_cache
 from typing import Any, Protocol
@@ -12,7 +13,9 @@ from schemas.automaton import Automaton
 from schemas.ebnf import Recogniser, parse_ebnf
 from schemas.errors import ConstraintError
 from schemas.json_grammar import compile_schema
+from schemas.json_language import json_language
 from schemas.json_schema import JsonSchema, JsonValidator, describe, load_json, shorten
+from schemas.language import Either, Language, from_ebnf, from_regex
 from schemas.plan import Decision, GrammarEngine, KeywordDecision, PlanWriter
 from schemas.records import Constraint, ConstraintKind
 from schemas.regex import NOTHING, RegexError, complement, parse_regex, print_regex, restrict, whole
@@ -25,8 +28,10 @@ __all__ = [
     "enforcement_plan",
     "grammar_engine",
     "grammar_source",
+    "language_of",
     "load_constraint",
     "make_validator",
+    "max_bytes",
 ]
 
 MAX_PATTERN_CHARS = 20_000
@@ -58,6 +63,30 @@ def grammar_source(constraint: Constraint) -> str:
     Choices become an EBNF grammar. Raises ConstraintError as load_constraint does.
     """
     return _compile(constraint)[0]
+
+
+def language_of(constraint: Constraint) -> Language:
+    """The texts that the grammar engine can write. Raises as load_constraint does."""
+    if constraint.kind == ConstraintKind.JSON_SCHEMA:
+        return json_language(grammar_source(constraint), grammar_engine(constraint))
+    if constraint.kind == ConstraintKind.REGEX:
+        return Language(from_regex(parse_regex(grammar_source(constraint))))
+    if constraint.kind == ConstraintKind.EBNF:
+        return from_ebnf(parse_ebnf(constraint.source))
+    return Language(Either(tuple(_parse_choices(constraint.source))))
+
+
+@lru_cache(maxsize=256)
+def max_bytes(constraint: Constraint) -> int | None:
+    """Bytes of UTF-8, and so tokens, that no text of the constraint exceeds; None if there is no such bound.
+
+    None too for a constraint that cannot be compiled.
+    """
+    try:
+        longest = language_of(constraint).longest
+    except (ConstraintError, RecursionError):
+        return None
+    return None if longest == math.inf else int(longest)
 
 
 def enforcement_plan(constraint: Constraint) -> tuple[KeywordDecision, ...]:

@@ -1,9 +1,11 @@
 """The grammar engines with a vocabulary of single bytes: what they really accept, for comparison with our plans."""
 
+import itertools
 import json
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import xgrammar
 
 from engine.guidance import GuidanceCompiler, GuidanceGrammar
@@ -55,3 +57,42 @@ def accepts(grammar: xgrammar.CompiledGrammar | GuidanceGrammar, text: str) -> b
 def canonical(value: Any) -> str:
     """JSON as the engines write it."""
     return json.dumps(value, ensure_ascii=False)
+
+
+class ByteMatcher:
+    """Either engine's matcher, byte by byte."""
+
+    def __init__(self, grammar: xgrammar.CompiledGrammar | GuidanceGrammar) -> None:
+        self._guided = grammar.start() if isinstance(grammar, GuidanceGrammar) else None
+        self._native = None if isinstance(grammar, GuidanceGrammar) else xgrammar.GrammarMatcher(grammar)
+        self._mask = xgrammar.allocate_token_bitmask(1, len(VOCABULARY))
+
+    def allowed(self) -> list[int]:
+        """The bytes, and END, that may come next."""
+        if self._native:
+            self._native.fill_next_token_bitmask(self._mask)
+        elif self._guided:
+            row = self._mask.numpy()[0]
+            self._guided.native.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        bits = np.unpackbits(self._mask.numpy().view(np.uint8), bitorder="little")
+        return [int(token) for token in np.flatnonzero(bits) if token <= END]
+
+    def accept(self, byte: int) -> bool:
+        """See engine.types.Matcher."""
+        return self._native.accept_token(byte) if self._native else bool(self._guided and self._guided.accept(byte))
+
+    def rollback(self, num_bytes: int) -> None:
+        """See engine.types.Matcher."""
+        if num_bytes:
+            (self._native or self._guided).rollback(num_bytes)
+
+    def can_end(self) -> bool:
+        """See engine.types.Matcher."""
+        return self._native.is_completed() if self._native else bool(self._guided and self._guided.can_end())
+
+    def ends_with(self, text: bytes) -> bool:
+        """Whether ``text`` makes the document whole; changes nothing."""
+        accepted = list(itertools.takewhile(self.accept, text))
+        is_whole = len(accepted) == len(text) and self.can_end()
+        self.rollback(len(accepted))
+        return is_whole

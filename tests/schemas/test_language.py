@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.guidance import GuidanceGrammar
-from schemas.longest import max_bytes
+from schemas.constraints import max_bytes
 from schemas.records import Constraint, ConstraintKind
 from tests.schemas.grammar_oracle import END, accepts, compile_grammar
 

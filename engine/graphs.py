@@ -33,7 +33,7 @@ RUN_FIELDS = {"seq_lens": 1, "logits_rows": 0}
 
 SMALL_SIZES = (1, 2, 4, 8, 16)
 SIZE_STEP = 32
-MIXED_SIZES = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
+MIXED_SIZES = (64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096)
 """Rows of steps that are not all decodes; larger ones keep the device busy longer than their launches take."""
 NUM_WARM_UPS = 2  # lets libraries choose their algorithms and kernels compile before anything is recorded
 

@@ -33,3 +33,4 @@ class Rows(NamedTuple):
 
     positions: Tensor  # int64 [N]
     max_rows: int  # the most that any rank has
+    counted: Tensor | None = None  # int32 [N]: 1, or 0 for a row of nobody; None where picks of experts are not counted

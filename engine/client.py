@@ -369,7 +369,8 @@ def total(heartbeats: Iterable[Heartbeat]) -> Heartbeat:
         name: sum(getattr(beat, name) for beat in each) for name in Heartbeat.__struct_fields__ if name[:4] == "num_"
     }
     phases = {beat.phase for beat in each}
-    return Heartbeat(phase=next(phase for phase in ("loading", "running", "idle") if phase in phases), **counts)
+    phase = next(phase for phase in ("loading", "running", "idle") if phase in phases)
+    return Heartbeat(phase=phase, expert_balance=max(beat.expert_balance for beat in each), **counts)
 
 
 def _resolved(completion: Completion) -> Future[Completion]:

@@ -103,6 +103,14 @@ class Group:
         parts = np.split(flat, np.cumsum(lengths)[:-1])
         return {name: part.reshape(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
 
+    def swap(self, sent: Sequence[tuple[Tensor, int]], received: Sequence[tuple[Tensor, int]]) -> None:
+        """Send tensors to ranks of the group and fill others from ranks, in one order between any two ranks."""
+        operations = [(distributed.isend, *each) for each in sent] + [(distributed.irecv, *each) for each in received]
+        if self._group and operations:
+            each = [distributed.P2POp(op, x, group=self._group, group_peer=peer) for op, x, peer in operations]
+            for work in distributed.batch_isend_irecv(each):
+                work.wait()
+
     def exchange(self, num_experts: int) -> Exchange:
         """The exchange of rows between ranks that hold ``num_experts`` experts each."""
         return CollectiveExchange(self._group, num_experts) if self._group else LocalExchange()

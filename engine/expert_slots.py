@@ -25,7 +25,7 @@ class ExpertSlots:
     """One layer's placement, alike on all ranks."""
 
     def __init__(self, placement: Array, device: torch.device, *, can_move: bool = False) -> None:
-        num_experts = int(placement.max()) + 1
+        num_experts = self.num_experts = int(placement.max()) + 1
         self.placement = placement
         self._is_trivial = not can_move and np.array_equal(placement.ravel(), np.arange(num_experts))
         max_copies = placement.size - num_experts + 1

@@ -77,6 +77,8 @@ class Heartbeat(Record, tag=True):
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
+    num_expert_moves: int = 0
+    expert_balance: float = 0.0
 
 
 class Fatal(Record, tag=True):

@@ -198,6 +198,8 @@ class Engine:
     def beat(self) -> None:
         """Called once in a while, whether there is work or not."""
         self._replica.keep_in_touch()
+        if balance := self._replica.expert_balance:
+            self.stats.expert_balance, self.stats.num_expert_moves = balance.mean, balance.num_moves
 
     def _admit(self) -> None:
         """Let in the sequences whose grammar is ready, then fill the batch."""

@@ -214,6 +214,8 @@ def _heartbeat(engine: EngineLike) -> Heartbeat:
         num_prompt_tokens=stats.num_prompt_tokens,
         num_cached_tokens=stats.num_cached_tokens,
         num_output_tokens=stats.num_output_tokens,
+        num_expert_moves=stats.num_expert_moves,
+        expert_balance=stats.expert_balance,
     )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from engine.batch import StepSize
 from engine.device import EngineSizes
 from engine.dist import Ranks
+from engine.expert_balance import ExpertBalance
 from engine.graphs import GraphLimits
 from engine.mirror import mirror
 from engine.models import Model
@@ -61,14 +62,19 @@ def make_replica(
     limits = GraphLimits(sizes.max_num_seqs, sizes.max_num_batched_tokens, blocks_per_sequence)
     graphs = limits if settings.cuda_graphs else None
     runner = Runner(model, device, num_blocks=num_blocks, block_size=block_size, graphs=graphs)
-    return Replica(runner, ranks, num_blocks, block_size)
+    return Replica(runner, ranks, num_blocks, block_size, model.expert_balance)
 
 
 class Replica:
     """This rank's part in its replica. Owned by the engine's loop, or on other ranks than the leader by Follower."""
 
-    def __init__(self, runner: Runner, ranks: Ranks, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self, runner: Runner, ranks: Ranks, num_blocks: int, block_size: int, balance: ExpertBalance | None = None
+    ) -> None:
         self.num_blocks = num_blocks
+        self.expert_balance = balance
+        if balance:
+            balance.start()
         self._runner, self._ranks, self._block_size = runner, ranks, block_size
         self._num_heard = 0  # batches of requests that the client has announced to all ranks
         self.is_awake = False  # some leader has work, or is about to get some: all must agree on the next step
@@ -116,7 +122,7 @@ class Replica:
         drawn = None
         if num_drawn:
             drawn = self._ranks.replica.receive(torch.empty(num_drawn, dtype=torch.int64, device=self._runner.device))
-        self._runner.run(self._part(arrays), StepSize(rows, logits_rows, bool(is_decode)), drawn)
+        self._run(arrays, StepSize(rows, logits_rows, bool(is_decode)), drawn)
         return True
 
     def _agree(self, layout: Mapping[str, np.ndarray] | None, *, is_busy: bool) -> StepSize:
@@ -138,7 +144,13 @@ class Replica:
             replica.send_arrays({**layout, "order": order})
             if drawn is not None:
                 replica.send(drawn)
-        return self._runner.run(self._part(layout), size, drawn)
+        return self._run(layout, size, drawn)
+
+    def _run(self, layout: Mapping[str, np.ndarray], size: StepSize, drawn: Tensor | None) -> Tensor:
+        logits = self._runner.run(self._part(layout), size, drawn)
+        if self.expert_balance:
+            self.expert_balance.end_step()
+        return logits
 
     def _part(self, layout: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
         """This rank's rows: all of them, but for a step with a prefill that several ranks share."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class EngineStats:
-    """Totals since the start, but for the two gauges. Owned by the loop; the field names are the heartbeat's."""
+    """Totals since the start, but for the gauges. Owned by the loop; the field names are the heartbeat's."""
 
     num_running: int = 0  # gauge
     num_waiting: int = 0  # gauge
@@ -17,3 +17,5 @@ class EngineStats:
     num_batched_tokens: int = 0  # rows computed: recomputation after a preemption counts again
     num_preemptions: int = 0
     num_finished: int = 0
+    num_expert_moves: int = 0
+    expert_balance: float = 0.0  # gauge: mean load of a rank over the busiest one's; 0 where it is not measured

@@ -18,18 +18,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Topology:
-    """The four degrees of parallelism; all 1: one rank."""
+    """The four degrees of parallelism, all 1 for one rank, and how shared experts are balanced."""
 
     data: int = 1  # replicas of the attention, each with rows and a KV cache of its own
     expert: int = 1  # ranks that share a layer's experts; replicas that do so step together
     tensor: int = 1  # shards of each weight matrix
     context: int = 1  # parts of a prefill's rows
+    expert_copies: int = 0  # slots of each rank beyond its share of the experts
+    rebalance_interval: int = 0  # steps after which a layer's experts are placed anew; 0: never
 
     @classmethod
     def of(cls, settings: EngineSettings) -> Topology:
         """Read the settings. Raises SettingsError if the degrees do not fit each other."""
         topology = cls(
-            settings.data_parallel, settings.expert_parallel, settings.tensor_parallel, settings.context_parallel
+            data=settings.data_parallel,
+            expert=settings.expert_parallel,
+            tensor=settings.tensor_parallel,
+            context=settings.context_parallel,
+            expert_copies=settings.expert_copies,
+            rebalance_interval=settings.rebalance_interval,
         )
         topology.check()
         return topology
@@ -77,6 +84,11 @@ class Topology:
     def check(self) -> None:
         """Raise SettingsError if the degrees do not fit each other."""
         data, expert, tensor, context = self.data, self.expert, self.tensor, self.context
+        if expert == 1 and (self.expert_copies or self.rebalance_interval):
+            raise SettingsError(
+                f"engine.expert_copies {self.expert_copies} and engine.rebalance_interval {self.rebalance_interval} "
+                "balance ranks that share experts: set engine.expert_parallel too, or leave them at 0"
+            )
         if expert > 1 and tensor > 1:
             raise SettingsError(
                 f"engine.expert_parallel {expert} with engine.tensor_parallel {tensor}: models with experts are "

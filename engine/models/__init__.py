@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engine.batch import StepBatch
+    from engine.expert_balance import ExpertBalance
     from engine.models.spec import ModelSpec
     from engine.shards import Part
 
@@ -24,6 +25,9 @@ class Model(Protocol):
     """Whether a CUDA graph can hold a decode step."""
     is_recordable_mixed: bool
     """Whether it can hold a step of any runs too."""
+
+    expert_balance: ExpertBalance | None
+    """What is told when a step has ended, where ranks share experts that may move."""
 
     def alloc_cache(self, num_blocks: int, block_size: int) -> KVCache:
         """Allocate a zeroed cache on the model's device. Raises RuntimeError or MemoryError if it does not fit."""

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from engine.batch import Rows, StepBatch
 from engine.dist import Ranks
+from engine.expert_balance import ExpertBalance
 from engine.models import WeightSource
 from engine.models.deepseek import LatentAttention
 from engine.models.dense import GatedMlp, GroupedAttention
@@ -60,14 +61,18 @@ class Decoder:
     def __init__(self, spec: ModelSpec, source: WeightSource, kernels: Kernels, ranks: Ranks | None = None) -> None:
         ranks = ranks or Ranks()
         self.spec = spec
-        self._tensor = ranks.tensor
+        self._tensor, self._context = ranks.tensor, ranks.context
         self._kernels = kernels
         if ranks.tensor.size > 1:
             source = ShardedWeights(source, spec, ranks.tensor)
         self._embedding = source.get("model.embed_tokens.weight")
         self._device, self._dtype = self._embedding.device, self._embedding.dtype
-        shard = shard_spec(spec, ranks.tensor.size)
-        self._layers = [_load_layer(shard, index, source, kernels, ranks) for index in range(spec.num_layers)]
+        shard, interval = shard_spec(spec, ranks.tensor.size), ranks.topology.rebalance_interval
+        self.expert_balance = ExpertBalance(ranks.experts, interval) if interval else None
+        self._layers = [
+            _load_layer(shard, index, source, kernels, ranks=ranks, balance=self.expert_balance)
+            for index in range(spec.num_layers)
+        ]
         self._final_norm = source.get("model.norm.weight")
         head = self._embedding[head_part(spec.vocab_size, ranks.tensor)] if spec.tie_embeddings else source.get(HEAD)
         self._head_is_divided = len(head) < spec.vocab_size
@@ -93,7 +98,7 @@ class Decoder:
         """See Model.forward; rows without logits leave the last layer after its attention."""
         kernels, eps = self._kernels, self.spec.rms_norm_eps
         cos_sin = self._rotary(batch.positions)
-        rows = Rows(batch.positions, batch.size.rows)
+        rows = Rows(batch.positions, batch.size.rows, self._count_rows(batch))
         residual = functional.embedding(batch.input_ids, self._embedding)
         hidden = kernels.rms_norm(residual, self._layers[0].input_norm, eps)
         for index, layer in enumerate(self._layers):
@@ -101,13 +106,21 @@ class Decoder:
             is_last = index + 1 == len(self._layers)
             if is_last:
                 attended, residual = attended[batch.logits_rows], residual[batch.logits_rows]
-                rows = Rows(batch.positions[batch.logits_rows], batch.size.logits_rows)
+                rows = _rows_with_logits(rows, batch)
             update = self._tensor.add(kernels.linear(attended, layer.attention.output))
             hidden, residual = kernels.add_rms_norm(update, residual, layer.mlp_norm, eps)
             next_norm = self._final_norm if is_last else self._layers[index + 1].input_norm
             update = self._tensor.add(layer.mlp(hidden, rows))
             hidden, residual = kernels.add_rms_norm(update, residual, next_norm, eps)
         return hidden
+
+    def _count_rows(self, batch: StepBatch) -> Tensor | None:
+        """Which rows' picks of experts count: padding, of which nobody owns the slot, is not a row."""
+        if self.expert_balance is None:
+            return None
+        slots = batch.attention.slots
+        mine = slots if len(slots) == len(batch.positions) else slots.view(self._context.size, -1)[self._context.index]
+        return (mine > 0).int()
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -118,6 +131,14 @@ class Decoder:
         return logits.float()
 
 
+def _rows_with_logits(rows: Rows, batch: StepBatch) -> Rows:
+    """Those that go through the last layer; a recorded step fills up with row 0, which counts once."""
+    indices, counted = batch.logits_rows, rows.counted
+    if counted is not None:
+        counted = counted[indices] * (indices >= torch.arange(len(indices), device=indices.device))
+    return Rows(rows.positions[indices], batch.size.logits_rows, counted)
+
+
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeroed memory. On a CPU the system gives a page when it is first written; torch.zeros would write them all."""
     if device.type != "cpu":
@@ -125,12 +146,14 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.from_numpy(np.zeros(prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
-def _load_layer(spec: ModelSpec, index: int, source: WeightSource, kernels: Kernels, ranks: Ranks) -> Layer:
+def _load_layer(
+    spec: ModelSpec, index: int, source: WeightSource, kernels: Kernels, *, ranks: Ranks, balance: ExpertBalance | None
+) -> Layer:
     prefix = f"model.layers.{index}."
     attention = GroupedAttention if spec.latent is None else LatentAttention
     mlp: FeedForward
     if spec.experts and index in spec.experts.layers:
-        mlp = SparseMlp(spec, prefix + "mlp.", source, kernels, ranks.experts)
+        mlp = SparseMlp(spec, prefix + "mlp.", source, kernels, ranks=ranks, balance=balance)
     else:
         mlp = GatedMlp(spec, prefix + "mlp.", source, kernels)
     return Layer(

@@ -32,7 +32,14 @@ class FakeEngine:
     def __init__(self, model: ModelRef, settings: EngineSettings, rank: int, rendezvous: str) -> None:
         self.credits = settings.max_num_seqs or 16
         self.stats = SimpleNamespace(
-            num_running=0, num_waiting=0, num_steps=0, num_prompt_tokens=0, num_cached_tokens=0, num_output_tokens=0
+            num_running=0,
+            num_waiting=0,
+            num_steps=0,
+            num_prompt_tokens=0,
+            num_cached_tokens=0,
+            num_output_tokens=0,
+            num_expert_moves=0,
+            expert_balance=0.0,
         )
         self._constraints: dict[str, Constraint] = {}
         self._running: dict[str, tuple[Request, int]] = {}

@@ -33,6 +33,7 @@ class HashModel:
     """
 
     is_recordable = False
+    expert_balance = None
 
     def __init__(self, max_position_embeddings: int = 4096, favourites: Iterable[int] = (), boost: float = 3.0) -> None:
         self.spec = SimpleNamespace(vocab_size=VOCAB_SIZE, max_position_embeddings=max_position_embeddings, latent=None)

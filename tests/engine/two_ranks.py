@@ -49,7 +49,8 @@ def serve(engine: Engine, case: dict[str, Any], replica: int) -> dict[str, list[
             for completion in engine.step():
                 assert completion.error is None, completion.error
                 tokens[completion.request_id] = list(completion.token_ids)
-    return tokens
+    engine.beat()
+    return tokens | ({"moves": [engine.stats.num_expert_moves]} if engine.stats.expert_balance else {})
 
 
 def main() -> None:

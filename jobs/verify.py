@@ -12,17 +12,19 @@ from itertools import repeat
 
 import click
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from jobs.arrow_types import output_names
 from jobs.cli import EXIT_FAILED, echo_json, verb
-from jobs.finish import output_schema
-from jobs.job import Job, Success
+from jobs.finish import final_state, output_schema
+from jobs.job import Job, OutputFile, Success
+from jobs.outputs import output_store
 from jobs.prompts import row_constraint
 from jobs.source import ChunkReader
-from jobs.store import stat_input
+from jobs.store import open_input, stat_input
 from schemas.constraints import Validator, make_validator
-from schemas.errors import JobError, NightmillError
-from schemas.records import Chunk, Constraint, InputFile, RowStatus
+from schemas.errors import JobError, NightmillError, NotFound
+from schemas.records import Chunk, Constraint, InputFile, JobState, RowStatus
 from schemas.settings import Settings
 
 MAX_SHOWN_FAULTS = 20
@@ -54,6 +56,8 @@ def verify(job: Job) -> Report:
                 report.faults += _verify_chunk(job, chunk, outputs.get(chunk.input_index), reader, report)
             except NightmillError as error:
                 report.faults.append(f"chunk {chunk.index}: {error}")
+    for file in success.outputs:
+        report.faults += _verify_file(job, file)
     report.faults += _verify_counts(job, success, report)
     return report
 
@@ -90,8 +94,21 @@ def _verify_chunk(
     for name in kept:
         expected = pa.chunked_array([batch.column(name) for batch in rows], schema.field(name).type)
         yield from _compare(written[name], expected, f"chunk {chunk.index}: column {name} differs from the input")
-    for name in (names.label, names.raw, names.status):
+    for name in names:
         yield from _compare(written[name], part[name], f"chunk {chunk.index}: column {name} differs from the part")
+
+
+def _verify_file(job: Job, file: OutputFile) -> Iterator[str]:
+    """Yield the faults that an output file has as a whole; a missing one is its chunks' fault."""
+    try:
+        with open_input(file.uri) as source:
+            found = pq.ParquetFile(source)
+            if found.metadata.num_rows != file.num_rows:
+                yield f"{file.uri} has {found.metadata.num_rows} rows, written were {file.num_rows}"
+            if found.schema_arrow.names != output_schema(job).names:
+                yield f"{file.uri} has other columns than the job writes: {', '.join(found.schema_arrow.names)}"
+    except (pa.ArrowException, OSError, NotFound) as error:
+        yield f"{file.uri} cannot be read: {error}"
 
 
 def _compare(written: pa.ChunkedArray, expected: pa.ChunkedArray, fault: str) -> Iterator[str]:
@@ -128,6 +145,15 @@ def _verify_counts(job: Job, success: Success, report: Report) -> Iterator[str]:
     num_written = sum(file.num_rows for file in success.outputs)
     if not report.num_rows == num_written == success.num_rows == job.num_rows:
         yield f"the job has {job.num_rows} rows, its parts {report.num_rows}, its outputs {num_written}"
+    state = JobState.FAILED if job.is_aborted() else final_state(success.counts)
+    if success.state is not state:
+        yield f"_SUCCESS.json says that the job is {success.state}, its rows say {state}"
+    if job.output is None:  # elsewhere other jobs' files may lie beside it
+        known = {file.uri for file in success.outputs}
+        store, prefix = output_store(job)
+        for name in store.list(prefix):
+            if name[0] not in "._" and store.locate(prefix + name) not in known:
+                yield f"{store.locate(prefix + name)} is none of the job's files, but readers of the directory take it"
 
 
 @verb("verify")

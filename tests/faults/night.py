@@ -303,7 +303,8 @@ class Night:
         ranks = sorted(self._pick(chance).engine_pids())
         chance.shuffle(ranks)
         for pid in ranks[:num_ranks]:
-            os.kill(pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it ended with the one before, or by itself
+                os.kill(pid, number)
         return bool(ranks)
 
     def _stop_worker(self, chance: random.Random) -> bool:

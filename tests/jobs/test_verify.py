@@ -1,11 +1,14 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
+from jobs.store import replace
+from schemas.records import JobState, encode_json
 from tests.jobs.verbs import Machine, commit, json_lines
 
 
@@ -58,6 +61,38 @@ def test_a_changed_label_in_the_output_is_found(done: Machine) -> None:
     assert faults(done) == ["chunk 2: column label differs from the part"]
 
 
+def test_a_row_too_many_or_a_column_too_few_is_found(done: Machine) -> None:
+    path = output_path(done)
+    table = pq.read_table(path)
+    rewrite(path, pa.concat_tables([table, table.slice(0, 2)]))
+    assert faults(done) == [f"{path} has 14 rows, written were 12"]
+    rewrite(path, table.drop_columns(["score"]))
+    assert any(fault.startswith(f"{path} has other columns") for fault in faults(done))
+
+
+@pytest.mark.parametrize("column", ["label_error", "label_meta", "label_confidence"])
+def test_a_change_of_what_stands_beside_the_label_is_found(done: Machine, column: str) -> None:
+    table = pq.read_table(output_path(done))
+    place = table.schema.get_field_index(column)
+    cells = table[column].to_pylist()
+    cells[5] = {"label_error": "none", "label_meta": None, "label_confidence": 0.5}[column]
+    changed = pa.array(cells, table.schema.field(place).type)
+    rewrite(output_path(done), table.set_column(place, table.schema.field(place), changed))
+    assert faults(done) == [f"chunk 1: column {column} differs from the part"]
+
+
+def test_another_state_and_a_file_that_readers_take_for_output_are_found(done: Machine) -> None:
+    success = done.job().success()
+    assert success is not None
+    replace(done.job().store, "_SUCCESS.json", encode_json(msgspec.structs.replace(success, state=JobState.FAILED)))
+    stray = Path(output_path(done)).with_name("old.parquet")
+    stray.write_bytes(Path(output_path(done)).read_bytes())
+    assert faults(done) == [
+        f"_SUCCESS.json says that the job is failed, its rows say {success.state}",
+        f"{stray} is none of the job's files, but readers of the directory take it",
+    ]
+
+
 def test_a_missing_row_is_found(done: Machine) -> None:
     rewrite(output_path(done), pq.read_table(output_path(done)).slice(0, 11))
     assert any("chunk 2" in fault for fault in faults(done))
@@ -65,7 +100,7 @@ def test_a_missing_row_is_found(done: Machine) -> None:
 
 def test_a_missing_output_is_found(done: Machine) -> None:
     Path(output_path(done)).unlink()
-    assert len(faults(done)) == 3
+    assert len(faults(done)) == 4  # of three chunks, and of the file
 
 
 def test_a_damaged_part_is_found(done: Machine) -> None:

@@ -384,6 +384,8 @@ class Engine:
             raise TooLong(len(token_ids))
         if request.token_ids and not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
             raise PromptError(f"the prompt has a token id outside 0 .. {self._vocab_size - 1}")
+        if (golden := request.golden_token_ids) and not 0 <= min(golden) <= max(golden) < self._vocab_size:
+            raise PromptError(f"the golden tokens have an id outside 0 .. {self._vocab_size - 1}")
 
 
 def find_stop(text: str, stop: tuple[str, ...]) -> int | None:

@@ -253,6 +253,7 @@ class Request(Record):
     constraint_key: str | None = None
     sampling: Sampling = Sampling()
     seed: int = 0
+    golden_token_ids: tuple[int, ...] = ()  # the output, whatever would be drawn: to learn its log-probabilities
 
     def __post_init__(self) -> None:
         if sum(x is not None for x in (self.text, self.messages, self.token_ids)) != 1:

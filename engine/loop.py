@@ -173,7 +173,7 @@ class Engine:
             self._reject(request, FinishReason.PROMPT_TOO_LONG, limit, token_ids.num_tokens)
             return
         num_prompt = len(token_ids)
-        max_tokens = min(request.sampling.max_tokens, self.max_model_len - num_prompt)
+        max_tokens = min(request.sampling.budget, self.max_model_len - num_prompt)
         sequence = Sequence(request, token_ids, num_prompt, max_tokens)
         if request.sampling.stop:
             sequence.detokenizer = self._text.detokenizer()

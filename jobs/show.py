@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from jobs.agreement import Agreement, measure_agreement
 from jobs.arrow_types import output_names
-from jobs.broker import broker_status
+from jobs.broker import broker_status, broker_url
 from jobs.cli import echo_json
 from jobs.job import REPORT_FILE, Job, Success
 from jobs.local_worker import worker_command
@@ -175,8 +175,7 @@ def describe_service(settings: Settings, model: ModelRef) -> str:
     if status is not None and status.pid is None:
         return "embedded: broker and worker are started by a waiting submit or resume"
     try:
-        url = settings.broker_url or (status.url if status else "")
-        number = Queue(settings, url).workers_serving(model.queue)
+        number = Queue(settings, broker_url(settings)).workers_serving(model.queue)
     except BrokerError as error:
         return str(error)
     if number:
@@ -227,7 +226,7 @@ def _read_progress(job: Job, settings: Settings) -> Progress:
     status = None if settings.broker_url else broker_status(settings)
     if status is not None and status.pid is None:
         return Progress()
-    queue = Queue(settings, settings.broker_url or (status.url if status else ""))
+    queue = Queue(settings, broker_url(settings))
     try:
         queue.check()
     except BrokerError:

@@ -96,6 +96,8 @@ class Settings(BaseSettings):
     )
 
     broker_url: str | None = None  # None: the embedded server under state_dir
+    broker_password_file: Path | None = None  # its content is the password, so that none stands in the environment
+    broker_ca_file: Path | None = None  # who may sign the broker's certificate; None: whom this machine trusts
     jobs_root: str = ""  # directory or object-store URI that client and workers share; default state_dir/jobs
     state_dir: Path = Field(default_factory=default_state_dir)
     schedules: str = "schedules.toml"  # file or URI of the nightly runs

@@ -182,7 +182,12 @@ def main(
 ) -> None:
     """Load a model, continue some prompts, force given texts through it, and check constraints."""
     configure_logging("WARNING")
-    degrees = {"data_parallel": dp, "expert_parallel": ep, "tensor_parallel": tp, "context_parallel": cp}
+    degrees: dict[str, Any] = {
+        "data_parallel": dp,
+        "expert_parallel": ep,
+        "tensor_parallel": tp,
+        "context_parallel": cp,
+    }
     is_good = True
     try:
         given = read_samples(samples) if samples else SAMPLES

@@ -83,19 +83,8 @@ def test_a_golden_token_outside_the_vocabulary_is_the_requests_error(tiny_model:
 def test_a_run_on_two_replicas_tells_texts_perplexity_and_constraints(tiny_model: Path, tmp_path: Path) -> None:
     samples = tmp_path / "samples.jsonl"
     samples.write_text('{"prompt": "the route", "continuation": " is billing"}\n' * 3)
-    arguments = [
-        "--model",
-        str(tiny_model),
-        "--device",
-        "cpu",
-        "--dp",
-        "2",
-        "--max-tokens",
-        "4",
-        "--samples",
-        str(samples),
-    ]
-    run = CliRunner().invoke(main, [*arguments, "--check-structured-output"])
+    arguments = ["--model", tiny_model, "--device", "cpu", "--dp", 2, "--max-tokens", 4, "--samples", samples]
+    run = CliRunner().invoke(main, [*map(str, arguments), "--check-structured-output"])
     assert run.exit_code == 0, run.output
     assert run.output.count("4 output tokens, length") == 3
     assert re.search(r"decode perplexity of \d+ given tokens: \d+\.\d{4}", run.output)

@@ -113,6 +113,7 @@ class Engine:
             BlockPool(self._replica.num_blocks, sizes.block_size, prefix_cache=settings.prefix_cache),
             max_num_seqs=sizes.max_num_seqs,
             max_num_batched_tokens=sizes.max_num_batched_tokens,
+            step_sizes=self._replica.step_sizes,
         )
         self._grammars = Grammars(
             parts.text.tokenizer,

@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 
 from schemas.errors import ModelError
-from schemas.model_files import ModelFiles, checkpoint_dtype, model_digest, model_ref, read_config, resolve_model
+from schemas.model_files import (
+    GGUF_HEAD_BYTES,
+    ModelFiles,
+    checkpoint_dtype,
+    model_digest,
+    model_ref,
+    read_config,
+    resolve_model,
+)
 
 
 def write_model(directory: Path, *, config: object = None, weights: bytes = b"\0" * 8) -> Path:
@@ -57,10 +65,19 @@ def test_config_tokenizer_and_sizes_change_the_digest(tmp_path: Path) -> None:
     assert len({plain, other_config, other_size, with_tokenizer, random_weights}) == 5
 
 
-def test_the_weights_themselves_are_not_read(tmp_path: Path) -> None:
-    assert digest(write_model(tmp_path / "a", weights=b"12345678")) == digest(
-        write_model(tmp_path / "b", weights=b"87654321")
-    )
+@pytest.mark.parametrize("num_bytes", [8, 2**20])
+def test_weights_that_were_trained_on_in_place_are_another_model(tmp_path: Path, num_bytes: int) -> None:
+    before = digest(write_model(tmp_path / "m", weights=bytes(num_bytes)))
+    assert digest(write_model(tmp_path / "m", weights=b"\1" * num_bytes)) != before
+
+
+def test_so_are_those_behind_the_head_of_a_gguf_file(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    found = set()
+    for byte in (b"\0", b"\1"):
+        path.write_bytes(bytes(GGUF_HEAD_BYTES) + byte * 2**20)
+        found.add(model_digest(ModelFiles(path, "gguf")))
+    assert len(found) == 2
 
 
 def test_dtype_auto_is_the_checkpoints_own(tmp_path: Path) -> None:

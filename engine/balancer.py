@@ -42,7 +42,7 @@ class Load:
             num_bytes = len(content)
         sizes = [MIN_PREFIX_BYTES << power for power in range(max(0, len(content) // MIN_PREFIX_BYTES).bit_length())]
         prefixes = tuple((size * num_bytes // len(content), hash(content[:size])) for size in sizes)
-        return cls(num_bytes, request.sampling.budget, prefixes)
+        return cls(num_bytes, request.sampling.max_tokens, prefixes)
 
 
 class Balancer:

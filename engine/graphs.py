@@ -35,8 +35,6 @@ SMALL_SIZES = (1, 2, 4, 8, 16)
 SIZE_STEP = 32
 MIXED_SIZES = (64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096)
 """Rows of steps that are not all decodes; larger ones keep the device busy longer than their launches take."""
-MIN_FILLED_ROWS = 512
-"""Below, a step takes about as long as reading the weights, and padding costs nothing; above, it does."""
 NUM_WARM_UPS = 2  # lets libraries choose their algorithms and kernels compile before anything is recorded
 
 
@@ -94,7 +92,6 @@ class StepGraphs:
         self._drawn = torch.zeros(limits.max_runs, dtype=torch.int64, device=device)
         shapes = graph_shapes(limits, has_mixed=model.is_recordable_mixed)
         self._sizes = {kind: [shape.rows for shape in shapes if shape.is_decode is kind] for kind in (True, False)}
-        self.step_sizes = tuple(size for size in self._sizes[False] if size >= MIN_FILLED_ROWS)
         pool = torch.cuda.graph_pool_handle()
         self._recorded = {
             (shape.is_decode, shape.rows): self._record(cache, device, shape, pool)

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from jobs.agreement import Agreement, measure_agreement
 from jobs.arrow_types import output_names
-from jobs.broker import broker_status, broker_url
+from jobs.broker import broker_status
 from jobs.cli import echo_json
 from jobs.job import REPORT_FILE, Job, Success
 from jobs.local_worker import worker_command
@@ -109,6 +109,8 @@ def show_summary(job: Job, state: JobState, *, as_json: bool) -> None:
         return
     _print_first_rows(job, success)
     click.echo(f"{job.job_id}: {state} · {format_counts(success.counts) or 'no rows'}")
+    if success.num_copied:
+        click.echo(f"copied: {success.num_copied:,} rows that were asked before; --refresh asks again")
     if success.commonest_error and state is not JobState.DONE:
         click.echo(f"commonest cause: {success.commonest_error}")
     if job.spec.gold_column is not None:
@@ -129,6 +131,7 @@ def describe_job(job: Job, settings: Settings | None = None) -> dict[str, Any]:
         "model": job.spec.model.name,
         "num_rows": job.num_rows,
         "counts": plain_counts(job.counts()),
+        "num_copied": job.num_copied(),
         "num_chunks": len(job.chunks),
         "num_committed": len(committed),
         "num_parked": len(parked),
@@ -159,6 +162,7 @@ def job_facts(fields: Mapping[str, Any], rows_per_s: float | None = None) -> dic
         "rows": f"{num_done:,} of {fields['num_rows']:,} committed",
         "speed": f"{rows_per_s:,.1f} rows/s, {format_duration(num_left / rows_per_s)} left" if rows_per_s else "",
         "counts": format_counts(fields["counts"]),
+        "copied": fields["num_copied"] or "",
         "running": format_counts(fields.get("running", {})),
         "chunks": f"{fields['num_committed']:,} of {fields['num_chunks']:,} done"
         + (f", {fields['num_running']:,} running" if fields.get("num_running") else ""),
@@ -175,7 +179,8 @@ def describe_service(settings: Settings, model: ModelRef) -> str:
     if status is not None and status.pid is None:
         return "embedded: broker and worker are started by a waiting submit or resume"
     try:
-        number = Queue(settings, broker_url(settings)).workers_serving(model.queue)
+        url = settings.broker_url or (status.url if status else "")
+        number = Queue(settings, url).workers_serving(model.queue)
     except BrokerError as error:
         return str(error)
     if number:
@@ -226,7 +231,7 @@ def _read_progress(job: Job, settings: Settings) -> Progress:
     status = None if settings.broker_url else broker_status(settings)
     if status is not None and status.pid is None:
         return Progress()
-    queue = Queue(settings, broker_url(settings))
+    queue = Queue(settings, settings.broker_url or (status.url if status else ""))
     try:
         queue.check()
     except BrokerError:

@@ -63,6 +63,19 @@ def jobs(num_rows: int, repeats: int) -> None:
 
 
 @main.command()
+@click.option("--rows", "num_rows", default=200, show_default=True, type=click.IntRange(1, 360), help="Sample tickets.")
+@click.option("--repeats", default=3, show_default=True, type=click.IntRange(min=1), help="Nights after the first.")
+@click.option("--model", default="smollm2", show_default=True)
+def nightly(**options: Any) -> None:
+    """The same rows on a first night and on the next ones, as whole submits with the worker that they need or not."""
+    from ops.bench.nightly import NightlyBench, run_nightly_bench
+
+    _settings()
+    for line in run_nightly_bench(NightlyBench(**options)):
+        click.echo(line)
+
+
+@main.command()
 @click.argument("path", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.option("--json", "output", type=click.Path(path_type=Path, dir_okay=False), help="Also write the figures here.")
 @click.option("--tokenizer", default="smollm2", show_default=True, help="Model whose vocabulary is used.")

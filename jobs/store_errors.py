@@ -20,6 +20,8 @@ HINTS = {
     errno.EXDEV: "_staging lies on another file system: it must share one with its parent",
     errno.ENOTDIR: "a parent of this path is a file, not a directory",
 }
+WRONG_CLOCK = "RequestTimeTooSkewed"
+"""How S3 refuses what was signed more than a quarter of an hour away from its own time."""
 
 
 def is_transient(error: BaseException) -> bool:
@@ -54,4 +56,5 @@ def explained(verb: str, where: str | Path) -> Iterator[None]:
         reason = f"{error.strerror or error}" + (f" ({hint})" if hint else "")
         raise StoreError(f"cannot {verb} {where}: {reason}") from error
     except BaseError as error:
-        raise StoreError(f"cannot {verb} {where}: {str(error).splitlines()[0]}") from error
+        hint = " (this machine's clock is wrong: set it)" if WRONG_CLOCK in str(error) else ""
+        raise StoreError(f"cannot {verb} {where}: {str(error).splitlines()[0]}{hint}") from error

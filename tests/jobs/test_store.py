@@ -10,6 +10,7 @@ from pathlib import Path
 
 import obstore
 import pytest
+from obstore.exceptions import GenericError
 from obstore.store import LocalStore, MemoryStore
 
 from jobs import store as store_module
@@ -22,7 +23,7 @@ from jobs.store import (
     probe,
     replace,
 )
-from jobs.store_errors import is_transient
+from jobs.store_errors import explained, is_transient
 from schemas.errors import AlreadyExists, NotFound, StoreError
 
 
@@ -221,6 +222,15 @@ def test_a_sweep_takes_what_is_old_by_a_clock_that_may_go_back(tmp_path: Path) -
     assert store.list("_staging") == ["future", "young"]
     store.sweep(0.0)
     assert store.list("_staging") == []
+
+
+def test_a_bucket_that_finds_the_clock_wrong_says_to_set_it() -> None:
+    answer = "Error performing PUT\n<Code>RequestTimeTooSkewed</Code>"
+    with (
+        pytest.raises(StoreError, match=r"cannot write s3://b/k: Error performing PUT \(this machine's clock is wrong"),
+        explained("write", "s3://b/k"),
+    ):
+        raise GenericError(answer)
 
 
 def test_only_passing_faults_are_transient() -> None:

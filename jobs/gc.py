@@ -1,4 +1,4 @@
-"""``python -m jobs.gc``: which job directories nobody needs any more, and with ``--yes`` their removal.
+"""``python -m jobs.gc``: which job directories and kept labels nobody needs any more; ``--yes`` removes them.
 
 Never one that may still run, never the newest of a name, never one outside the jobs root. Knows no queue.
 """
@@ -13,6 +13,7 @@ import structlog
 
 from jobs.cli import echo_json, verb
 from jobs.job import JOB_FILE, JOB_NAME, PARTS, PLAN_FILE, Job
+from jobs.ledger import LEDGER
 from jobs.store import Store, exists, open_store
 from schemas.errors import JobError, NightmillError
 from schemas.settings import Settings
@@ -65,10 +66,20 @@ def _find_names(store: Store, min_age_s: float, num_kept: int) -> Iterator[tuple
             continue
         if (ended_s := job.ended_s()) is not None:
             ended[job.spec.name].append((ended_s, job_id, job.state()))
+    yield from _find_scopes(store, min_age_s)
     for jobs in ended.values():
         for ended_s, job_id, state in sorted(jobs, reverse=True)[num_kept:]:
             if _is_old(ended_s, min_age_s):
                 yield job_id, f"{state} for {(time.time() - ended_s) / DAY_S:.0f} days"
+
+
+def _find_scopes(store: Store, min_age_s: float) -> Iterator[tuple[str, str]]:
+    """Yield the parts of the ledger that hold answers to what no job asks any more."""
+    for scope in store.list(LEDGER):
+        name = f"{LEDGER}/{scope}"
+        used_s = max((entry.modified_s for entry in store.within(name).walk()), default=0.0)
+        if _is_old(used_s, min_age_s):
+            yield name, f"labels that no job has asked for in {(time.time() - used_s) / DAY_S:.0f} days"
 
 
 def _is_orphan(store: Store, name: str) -> bool:
@@ -97,7 +108,7 @@ def _measure(store: Store, name: str, why: str) -> Garbage:
 @click.option("--yes", is_flag=True, help="Remove it; without, only say what would be removed.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
 def main(settings: Settings, *, days: float, num_kept: int, yes: bool, as_json: bool) -> None:
-    """Say which job directories can go, their output files inside included; remove them with --yes.
+    """Say which job directories can go, their output files inside included, and which labels; remove them with --yes.
 
     Output that a job wrote elsewhere (--output) stays, and so does what may still run.
     """

@@ -21,12 +21,12 @@ import structlog
 
 from jobs.arrow_types import META_TYPE, OutputNames, key_column, label_column, output_names, result_fields
 from jobs.job import Job
-from jobs.store import Store
-from schemas.errors import AlreadyExists, NotFound, StoreError
+from jobs.store import Store, replace
+from schemas.errors import AlreadyExists, JobError, NotFound, StoreError
 from schemas.records import FORMAT_VERSION, JobSpec, RowStatus, short_hash
 
 LEDGER = "_ledger"  # in the jobs root
-SUFFIX = ".parquet"
+SUFFIX, USED_FILE = ".parquet", "used"
 ANSWERS_VERSION = "1"
 """Raise it when this program would answer the same question otherwise: what older ones answered is asked again."""
 
@@ -77,6 +77,13 @@ class Ledger:
 
     def __bool__(self) -> bool:
         return bool(self._names)
+
+    def mark_used(self) -> None:
+        """Leave the time: a scope that nobody asks any more can go."""
+        try:
+            replace(self._store, USED_FILE, b"")
+        except StoreError as error:
+            log.warning("ledger_not_marked", reason=str(error))
 
     def find(self, keys: Sequence[str]) -> Found:
         """Look up content keys; the newest answer counts."""
@@ -135,7 +142,7 @@ class LedgerWriter:
         self._store = job.root.within(LEDGER).within(scope_of(job.spec))
         self._schema = _answer_schema(job.spec)
         self._held: list[pa.Table] = []
-        self._chunks: list[int] = []
+        self._contents: list[str] = []
         self._is_broken = False
 
     def add(self, chunk_index: int, part: pa.Table) -> None:
@@ -155,7 +162,7 @@ class LedgerWriter:
         columns = {name: part[names[name]] for name in COLUMNS}
         columns["meta"] = with_origin(part[names["meta"]].combine_chunks(), self._job.job_id)
         self._held.append(pa.table({KEYS[0]: high, KEYS[1]: low, **columns}))
-        self._chunks.append(chunk_index)
+        self._contents.append(f"{chunk_index}:{part.num_rows}")
         if sum(table.nbytes for table in self._held) >= SEGMENT_BYTES:
             self._flush()
 
@@ -169,11 +176,11 @@ class LedgerWriter:
             log.warning("ledger_not_compacted", reason=str(error))
 
     def _flush(self) -> None:
-        tables, chunks, self._held, self._chunks = self._held, self._chunks, [], []
+        tables, contents, self._held, self._contents = self._held, self._contents, [], []
         if not tables or self._is_broken:
             return
         created = "".join(filter(str.isdigit, self._job.created.partition("+")[0]))
-        name = f"{created}-{self._job.job_id}-{short_hash(*map(str, chunks), digits=8)}{SUFFIX}"
+        name = f"{created}-{self._job.job_id}-{short_hash(*contents, digits=8)}{SUFFIX}"
         try:
             _create_segment(self._store, name, tables)
         except StoreError as error:
@@ -182,10 +189,13 @@ class LedgerWriter:
 
 
 def keep_answers(job: Job) -> None:
-    """Put the labels of a job that ends before it is done into its ledger."""
+    """Put the labels of a job that ends before it is done into its ledger, as far as they can be read."""
     writer = LedgerWriter(job)
     for index in sorted(job.parts()):
-        writer.add(index, job.read_part(index))
+        try:
+            writer.add(index, job.read_part(index))
+        except (StoreError, JobError) as error:
+            log.warning("labels_not_kept", job=job.job_id, chunk=index, reason=str(error))
     writer.close()
 
 

@@ -47,6 +47,8 @@ def copy_known_rows(job: Job) -> None:
     ledger, first_asked = Ledger(job.root, job.spec), FirstAsked()
     if len(job.chunks) < 2 and (job.spec.refresh or not ledger):
         return
+    if ledger:
+        ledger.mark_used()
     with closing(ChunkReader()) as reader:
         for chunk, built in build_prompts(job, reader):
             asked = [(row, p.content_key) for row, p in enumerate(built, chunk.start_row) if isinstance(p, Prompt)]

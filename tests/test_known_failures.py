@@ -129,6 +129,7 @@ OFFLINE_BATCH = {
     "no tombstone": [
         f"{RESULTS}::test_rows_that_are_not_asked_cost_no_request",
         "jobs/test_prompts::test_rows_for_which_the_filter_is_false_are_skipped",
+        "jobs/test_reuse::test_rows_that_are_skipped_leave_a_tombstone_and_are_never_asked",
     ],
     "lost rows": [
         f"{FINISH}::test_every_row_comes_back_in_order_beside_its_label",
@@ -221,6 +222,11 @@ CELERY_AND_REDIS = {
     "completion by chord": [
         "jobs/test_wait::test_a_wait_ends_with_the_last_part_and_writes_the_output",
         f"{FINISH}::test_racing_finishers_agree",
+    ],
+    "two beats, and one that was away": [
+        "worker/test_beat::test_two_beats_start_one_job_for_a_slot_and_end_on_sigterm",
+        "jobs/test_nightly::test_each_due_time_is_one_job_whoever_fires_it_and_how_often",
+        "jobs/test_nightly::test_of_the_nights_that_were_missed_the_last_is_caught_up",
     ],
     "clock that steps": [
         f"{QUEUE}::test_a_step_of_the_clock_hides_no_missing_chunk",

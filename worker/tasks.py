@@ -239,8 +239,7 @@ class ChunkRun:
     def _tell_progress(self, counts: Mapping[RowStatus, int]) -> None:
         if (now_s := time.monotonic()) >= self._next_progress_s:
             self._next_progress_s = now_s + PROGRESS_INTERVAL_S
-            counts = self._num_known + Counter(counts)
-            self._app.job_queue.progress(self._job.job_id, self._chunk.index, counts)
+            self._app.job_queue.progress(self._job.job_id, self._chunk.index, self._num_known + Counter(counts))
             self._abort_beyond_thresholds(counts)
 
     def _abort_beyond_thresholds(self, running: Mapping[RowStatus, int] | None = None) -> None:

@@ -10,6 +10,7 @@ import pytest
 from jobs.finish import try_finish
 from jobs.gc import DAY_S, Garbage, collect, find_garbage, format_bytes
 from jobs.job import Job
+from jobs.ledger import LEDGER, Ledger, scope_of
 from jobs.store import open_store
 from tests.jobs.verbs import Machine, commit, json_lines
 from tests.tiny_jobs import make_job, run_job
@@ -54,6 +55,18 @@ def test_the_newest_jobs_of_each_name_stay(tmp_path: Path) -> None:
         age(job.store.locate(""), 50 - number)
     found = find_garbage(open_store(str(tmp_path / "jobs")), min_age_s=DAY_S, num_kept=2)
     assert names(found) == {jobs[0].job_id, jobs[3].job_id}
+
+
+def test_labels_that_no_job_has_asked_for_in_a_while_can_go_and_used_ones_stay(tmp_path: Path) -> None:
+    jobs, store = [make_job(tmp_path, seed=seed) for seed in range(2)], open_store(str(tmp_path / "jobs"))
+    for job in jobs:
+        try_finish(run_job(job))
+    age(store.locate(LEDGER), 40)
+    Ledger(store, jobs[1].spec).mark_used()
+    found = find_garbage(store, min_age_s=30 * DAY_S, num_kept=2)
+    assert names(found) == {f"{LEDGER}/{scope_of(jobs[0].spec)}"}
+    assert collect(store, found[0], min_age_s=30 * DAY_S)
+    assert [bool(Ledger(store, job.spec)) for job in jobs] == [False, True]
 
 
 def test_a_job_that_came_back_to_life_is_not_removed(tmp_path: Path) -> None:

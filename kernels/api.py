@@ -30,6 +30,7 @@ class AttentionBatch:
     host_seq_lens: tuple[int, ...]  # empty in a recorded step
     num_decodes: int  # sequences 0 .. num_decodes - 1 have one row each; the rest may have more
     host_table: np.ndarray | None = None  # block_table on the host, where it is known there
+    shared: Tensor | None = None  # int64 [2]: keys, whole blocks, that all sequences of one row share; one of these
 
 
 class HeadNorms(NamedTuple):
@@ -134,6 +135,10 @@ class Kernels(Protocol):
     @property
     def unrecordable(self) -> frozenset[str]:
         """Operations that read tensors on the host, so that no CUDA graph can hold a decode step with them."""
+
+    @property
+    def prefix_sharing(self) -> frozenset[str]:
+        """Operations that read what ``AttentionBatch.shared`` names once for all decode rows."""
 
     @property
     def decode_only(self) -> frozenset[str]:

@@ -93,6 +93,11 @@ class ReferenceKernels:
         return frozenset(names if self.dtype == torch.bfloat16 else names | {"experts_mlp"})
 
     @property
+    def prefix_sharing(self) -> frozenset[str]:
+        """See Kernels.prefix_sharing; shared prefixes are found on the host here."""
+        return frozenset()
+
+    @property
     def decode_only(self) -> frozenset[str]:
         """See Kernels.decode_only."""
         return frozenset({"attention", "latent_attention"})

@@ -23,6 +23,8 @@ class Model(Protocol):
     spec: ModelSpec
     is_recordable: bool
     """Whether a CUDA graph can hold a decode step."""
+    shares_prefixes: bool
+    """Whether decode rows that share a prefix read it once, if the batch names it."""
     is_recordable_mixed: bool
     """Whether it can hold a step of any runs too."""
 

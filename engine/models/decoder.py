@@ -80,6 +80,7 @@ class Decoder:
         operations = {"latent_attention" if spec.latent else "attention"} | ({"experts_mlp"} if spec.experts else set())
         self.is_recordable = kernels.unrecordable.isdisjoint(operations)
         can_mix = kernels.decode_only.isdisjoint(operations) and ranks.context.size == 1
+        self.shares_prefixes = kernels.prefix_sharing.issuperset(operations - {"experts_mlp"})
         self.is_recordable_mixed = self.is_recordable and can_mix
         self._rotary = Rotary(spec.rope, spec.head_dim, self._device, self._dtype)
 

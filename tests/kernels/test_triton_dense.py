@@ -132,6 +132,21 @@ def test_a_recorded_step_takes_any_runs_and_padding(data: st.DataObject) -> None
     assert relative_error(got, wanted) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("num_shared", [0, 16, 48])
+def test_what_decode_rows_share_is_read_once_and_changes_nothing(num_shared: int) -> None:
+    query_lens = [1, 1, 5, 1, 1, 0]
+    seq_lens = [50, 61, 70, 49, 52, 1]
+    batch, num_blocks = make_batch(query_lens, seq_lens, 2, 16)
+    singles = [0, 1, 3, 4]
+    batch.block_table[singles, : num_shared // 16] = batch.block_table[1, : num_shared // 16].clone()
+    q, cache = draw(sum(query_lens), 4, 32, seed=7), draw(2, num_blocks, 16, 2, 32, seed=8)
+    wanted = ReferenceKernels(DEVICE).attention(q, cache, batch, scale=32**-0.5)
+    shared = torch.tensor([num_shared, 1], device=DEVICE)
+    for named in (replace(batch, shared=shared), replace(batch, shared=shared, query_lens=(), host_seq_lens=())):
+        got = TritonKernels(DEVICE).attention(q, cache, named, scale=32**-0.5)
+        assert relative_error(got, wanted) < TOLERANCE[torch.float32]
+
+
 def make_batch(
     query_lens: list[int], seq_lens: list[int], num_decodes: int, block_size: int
 ) -> tuple[AttentionBatch, int]:

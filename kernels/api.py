@@ -203,8 +203,17 @@ class Kernels(Protocol):
         project cached latents up and which absorb the projection into query and output.
         """
 
+    def pack_router(self, weight: Tensor) -> Any:
+        """Prepare a router's weight, float32 [E, hidden], for ``router_logits``."""
+
+    def router_logits(self, x: Tensor, packed: Any) -> Tensor:
+        """``x`` [N, hidden] times the router's weight, transposed, in fp32 whatever x's dtype: [N, E].
+
+        Or [T, N, E]: parts that ``route`` adds up.
+        """
+
     def route(self, logits: Tensor, gate: Gate, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Pick K experts a row from fp32 logits [N, E]: (weights float32 [N, K], experts int64 [N, K]).
+        """Pick K experts a row from ``router_logits``: (weights float32 [N, K], experts int64 [N, K]).
 
         ``bias`` float32 [E] is added to the scores for picking only. Groups first, then experts of the picked groups,
         highest score first, lowest index on ties. Weights are scores without bias, normalised if asked, times scale.

@@ -187,6 +187,14 @@ class ReferenceKernels:
             out[part.rows] = attend_rows(q[part.rows], q_rope[part.rows], keys, up, mask=part.mask, scale=scale)
         return out
 
+    def pack_router(self, weight: Tensor) -> Tensor:
+        """See Kernels.pack_router."""
+        return weight
+
+    def router_logits(self, x: Tensor, packed: Tensor) -> Tensor:
+        """See Kernels.router_logits."""
+        return functional.linear(x.float(), packed)
+
     def route(self, logits: Tensor, gate: Gate, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """See Kernels.route."""
         return route(logits, gate, bias)

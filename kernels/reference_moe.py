@@ -23,6 +23,7 @@ class PackedExperts:
 
 def route(logits: Tensor, gate: Gate, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """See Kernels.route."""
+    logits = logits.sum(0) if logits.dim() == 3 else logits
     scores = logits.softmax(dim=-1) if gate.scoring is Scoring.SOFTMAX else logits.sigmoid()
     ranking = scores if bias is None else scores + bias
     if gate.num_groups > 1:

@@ -112,7 +112,7 @@ class TritonKernels(ReferenceKernels):
     ) -> Tensor:
         """See Kernels.latent_attention."""
         if self._expansion is None or self._expansion[0] is not batch:  # once a step, for all layers
-            self._expansion = batch, triton_mla.plan_expansion(batch, cache.shape[1], up)
+            self._expansion = batch, triton_mla.plan_expansion(batch, cache.shape[1], up, q_rope.shape[2])
         expansion = self._expansion[1]
         num_absorbed = batch.num_decodes if expansion else len(q)
         out = q.new_empty(len(q), *up.values.shape[:2])
@@ -131,6 +131,16 @@ class TritonKernels(ReferenceKernels):
         """Attend to latents for the first rows of ``batch``: all, or those of its decodes; into ``out`` [N, H, Dv]."""
         absorbed = triton_mla.absorb(q, up)
         triton_mla.project_values(triton_mla.attend_absorbed(absorbed, q_rope, cache, batch, scale), up, out)
+
+    def pack_router(self, weight: Tensor) -> Tensor:
+        """See Kernels.pack_router."""
+        return triton_moe.split_router(weight) if self.dtype == torch.bfloat16 else weight
+
+    def router_logits(self, x: Tensor, packed: Tensor) -> Tensor:
+        """See Kernels.router_logits."""
+        if packed.dtype != torch.bfloat16:
+            return super().router_logits(x, packed)
+        return triton_moe.router_logits(x, packed)
 
     def route(self, logits: Tensor, gate: Gate, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """See Kernels.route."""

@@ -29,11 +29,11 @@ class Tiling:
     num_stages: int
 
 
-DECODE = Tiling(16, 32, 4, 2)  # rows are the heads of one token; 16 is the tensor cores' smallest tile
-ABSORBED = Tiling(64, 32, 8, 2)  # rows are heads, then tokens
-EXPANDED = Tiling(128, 64, 8, 2)  # rows are tokens
-ATTENTION_COST = 2
-"""Times that a multiplication takes in absorbed attention of one in a matrix product."""
+DECODE = Tiling(16, 64, 4, 2)  # rows are the heads of one token; 16 is the tensor cores' smallest tile
+ABSORBED = Tiling(64, 64, 8, 2)  # rows are heads, then tokens
+EXPANDED = Tiling(64, 64, 4, 2)  # rows are tokens
+ATTENTION_COST = 3.5
+"""Times that a multiplication takes in attention, absorbed or expanded, of one in a matrix product (H200)."""
 MAX_EXPANDED_BYTES = 2**31
 """Keys and values of all heads of a step's chunks take no more than this; with more, chunks are absorbed."""
 
@@ -46,7 +46,9 @@ class Expansion:
     table: Tensor  # int32 [S, M]: index into ``blocks``; 0 for decodes and padding
 
 
-def plan_expansion(batch: AttentionBatch, block_size: int, up: UpProjection) -> Expansion | None:
+def plan_expansion(
+    batch: AttentionBatch, block_size: int, up: UpProjection, rope_size: int
+) -> Expansion | None:
     """Decide whether the chunks of a step are expanded, and lay out what they read; None: they are absorbed."""
     table, first = batch.host_table, batch.num_decodes
     if table is None or first == len(batch.query_lens):
@@ -56,11 +58,14 @@ def plan_expansion(batch: AttentionBatch, block_size: int, up: UpProjection) -> 
     is_read = np.arange(table.shape[1]) < num_blocks[:, None]
     blocks, index = np.unique(table[first:][is_read], return_inverse=True)
     (num_heads, key_size, rank), value_size = up.keys.shape, up.values.shape[1]
-    num_pairs = float((rows * (lens - rows / 2)).sum())  # of a row and a key that it sees
-    num_keys = len(blocks) * block_size
-    if ATTENTION_COST * num_pairs * (2 * rank - key_size - value_size) < num_keys * rank * (key_size + value_size):
+    num_keys, head_size = len(blocks) * block_size, key_size + value_size
+    tiled_rows = -(-rows // EXPANDED.rows) * EXPANDED.rows
+    seen = lens - rows / 2  # keys that a row sees, on average; below, multiplications of one head
+    absorbed = float((rows * seen).sum()) * (2 * rank + rope_size) + rows.sum() * rank * head_size / ATTENTION_COST
+    expanded = float((tiled_rows * seen).sum()) * (head_size + rope_size) + num_keys * rank * head_size / ATTENTION_COST
+    if absorbed < expanded:
         return None
-    if num_keys * num_heads * (key_size + value_size) * up.keys.itemsize > MAX_EXPANDED_BYTES:
+    if num_keys * num_heads * head_size * up.keys.itemsize > MAX_EXPANDED_BYTES:
         return None
     local = np.zeros(table.shape, dtype=np.int32)
     local[first:][is_read] = index
@@ -208,7 +213,7 @@ def _split_keys(num_rows: int) -> int:
     """Keys of one program: few enough that few rows fill the device, many enough that merging costs little."""
     if num_rows >= 128:
         return 512
-    return 256 if num_rows >= 32 else 128
+    return 256 if num_rows > 32 else 128
 
 
 def _pad(size: int) -> int:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from engine.batch import Rows
 from engine.dist import Ranks
@@ -38,12 +37,13 @@ class SparseMlp:
         assert experts is not None, "a sparse layer needs experts"
         self._kernels = kernels
         self._gate = experts.gate
-        self._router = source.get(prefix + "gate.weight", torch.float32)
+        router = source.get(prefix + "gate.weight", torch.float32)
+        self._router = kernels.pack_router(router)
         self._router_bias = (
             source.get(prefix + "gate.e_score_correction_bias", torch.float32) if experts.has_gate_bias else None
         )
         placement = first_placement(experts.num_experts, ranks.experts.size, ranks.topology.expert_copies)
-        self._slots = ExpertSlots(placement, self._router.device, can_move=balance is not None)
+        self._slots = ExpertSlots(placement, router.device, can_move=balance is not None)
         self._exchange = ranks.experts.exchange(placement.shape[1])
         mine = [f"{prefix}experts.{expert}." for expert in placement[ranks.experts.index].tolist()]
         for expert in range(experts.num_experts):
@@ -56,7 +56,7 @@ class SparseMlp:
     def __call__(self, hidden: Tensor, rows: Rows) -> Tensor:
         """See FeedForward.__call__."""
         kernels = self._kernels
-        logits = functional.linear(hidden.float(), self._router)
+        logits = kernels.router_logits(hidden, self._router)
         weights, experts = kernels.route(logits, self._gate, self._router_bias)
         if self._counts is not None and rows.counted is not None:
             self._counts.index_add_(0, experts.flatten(), rows.counted.repeat_interleave(experts.shape[1]))

@@ -17,6 +17,7 @@ from tests.kernels.test_triton_dense import DEVICE, draw, relative_error
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 TOLERANCE = 1e-2  # of bfloat16
+FP8_TOLERANCE = 3e-2  # rounded to bfloat16 first, one inner value in 16 falls to the next code, 6 % away
 KEY, ROPE, VALUE, RANK = 128, 64, 128, 512
 on_hopper = [pytest.mark.gpu, pytest.mark.skipif(not ON_HOPPER, reason="no Hopper GPU")]
 
@@ -131,7 +132,8 @@ def test_deep_gemm_experts_equal_the_reference(num_rows: int, is_fp8: bool) -> N
     wanted = oracle.experts_mlp(x.float(), weights, experts, oracle.pack_experts(gate_up.float(), down.float()))
     packed = kernels.pack_experts(gate_up, down)
     for compute in (kernels.experts_mlp, kernels._experts_mlp_contiguous, kernels._experts_mlp_masked):
-        assert relative_error(compute(x, weights, experts, packed), wanted) < TOLERANCE, compute
+        error = relative_error(compute(x, weights, experts, packed), wanted)
+        assert error < (FP8_TOLERANCE if is_fp8 else TOLERANCE), compute
 
 
 @pytest.mark.gpu

@@ -15,7 +15,8 @@ from tests.kernels.test_triton_dense import DEVICE, HAS_GPU, draw
 def assert_codes(got: torch.Tensor, wanted: torch.Tensor) -> None:
     """Equal; in Triton's interpreter, which cuts codes off instead of rounding them, not far away."""
     if HAS_GPU:
-        assert (got.view(torch.uint8) == wanted.view(torch.uint8)).float().mean() > 0.999, "but for ties of a division"
+        num_others = int((got.view(torch.uint8) != wanted.view(torch.uint8)).sum())
+        assert num_others <= got.numel() / 1000, "but for ties of a division"
     assert (got.float() - wanted.float()).abs().le(wanted.float().abs() / 2 + 0.01).all()
 
 

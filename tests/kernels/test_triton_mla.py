@@ -29,9 +29,14 @@ def make_batch(starts: list[int], query_lens: list[int], block_size: int, num_sh
         count = min(num_shared, start // block_size, starts[0] // block_size)
         table[:count] = tables[0][:count]
     batch = attention_batch(starts, query_lens, tables, block_size)
-    tensors = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
-    moved = {name: value.to(DEVICE) for name, value in tensors.items() if isinstance(value, torch.Tensor)}
-    return dataclasses.replace(batch, **moved, host_table=batch.block_table.numpy())
+    return dataclasses.replace(move_batch(batch, DEVICE), host_table=batch.block_table.numpy())
+
+
+def move_batch(batch: AttentionBatch, device: torch.device) -> AttentionBatch:
+    """The same step on another device."""
+    values = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    moved = {name: value.to(device) for name, value in values.items() if isinstance(value, torch.Tensor)}
+    return dataclasses.replace(batch, **moved)
 
 
 SHAPES = [(16, 128, 64, 128, 512), (128, 128, 64, 128, 512)] if HAS_GPU else [(16, 16, 16, 16, 32), (3, 12, 8, 20, 24)]
@@ -55,28 +60,30 @@ def test_latent_attention_equals_the_reference(dtype: torch.dtype, shape: tuple[
     fused = draw(num_rows, heads, key + rope, seed=1)
     cache, weight = draw(num_blocks, block_size, 1, rank + rope, seed=2), draw(heads * (key + value), rank, seed=3)
 
-    def attend(kernels: ReferenceKernels, kind: torch.dtype) -> torch.Tensor:
-        q, q_rope = fused.to(kind).split([key, rope], dim=-1)
-        up = kernels.pack_up_projection(weight.to(kind), heads, key)
-        return kernels.latent_attention(q, q_rope, cache.to(kind), batch, up, scale=(key + rope) ** -0.5 / 4)
+    def attend(kernels: ReferenceKernels, device: torch.device, kind: torch.dtype) -> torch.Tensor:
+        q, q_rope = fused.to(device, kind).split([key, rope], dim=-1)
+        up = kernels.pack_up_projection(weight.to(device, kind), heads, key)
+        at = move_batch(batch, device)
+        return kernels.latent_attention(q, q_rope, cache.to(device, kind), at, up, scale=(key + rope) ** -0.5 / 4)
 
-    got = attend(TritonKernels(DEVICE, dtype), dtype)
+    got = attend(TritonKernels(DEVICE, dtype), DEVICE, dtype)
     assert not got.isnan().any()
-    wanted = attend(ReferenceKernels(DEVICE, torch.float32), torch.float32)
-    assert relative_error(got, wanted) < TOLERANCE[dtype]
+    wanted = attend(ReferenceKernels(), torch.device("cpu"), torch.float32)
+    assert relative_error(got.cpu(), wanted) < TOLERANCE[dtype]
 
 
 def test_a_long_chunk_is_expanded_a_short_one_absorbed_and_what_chunks_share_is_expanded_once() -> None:
     up = split_up_projection(torch.empty(16 * 256, 512, device="meta"), 16, 128)
 
     def num_expanded(batch: AttentionBatch) -> int:
-        expansion = triton_mla.plan_expansion(batch, 64, up)
+        expansion = triton_mla.plan_expansion(batch, 64, up, 64)
         return 0 if expansion is None else len(expansion.blocks)
 
     assert num_expanded(make_batch([640], [20], 64)) == 0
     assert num_expanded(make_batch([0], [640], 64)) == 10
-    assert num_expanded(make_batch([640] * 20, [16] * 20, 64)) == 0, "16 rows do not pay for 10 blocks of their own"
-    assert num_expanded(make_batch([640] * 20, [16] * 20, 64, num_shared=10)) == 30, "but for those they share"
+    assert num_expanded(make_batch([640] * 20, [40] * 20, 64)) == 0, "40 rows do not pay for 10 blocks of their own"
+    assert num_expanded(make_batch([640] * 20, [40] * 20, 64, num_shared=10)) == 30, "but for those they share"
+    assert num_expanded(make_batch([640] * 20, [5] * 20, 64, num_shared=10)) == 0, "5 rows would leave tiles empty"
     assert num_expanded(make_batch([640, 640], [1, 20], 64)) == 0
     no_table = dataclasses.replace(make_batch([0], [640], 64), host_table=None)
     assert num_expanded(no_table) == 0

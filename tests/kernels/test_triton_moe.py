@@ -32,6 +32,34 @@ def test_routing_equals_the_reference_ties_and_negative_biases_included(name: st
     torch.testing.assert_close(got, wanted, atol=1e-6, rtol=1e-5)
 
 
+def test_parts_of_logits_are_added_up() -> None:
+    parts = torch.randint(-2, 3, (5, 9, 12), generator=torch.Generator().manual_seed(2)).float().to(DEVICE)
+    for got, wanted in zip(*(module.route(parts, GATES["v3"], None) for module in (triton_moe, reference_moe))):
+        torch.testing.assert_close(got, wanted, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float32"])
+def test_a_router_is_the_exact_sum_of_as_few_planes_as_it_takes(kind: str) -> None:
+    weight = draw(12, 200, seed=3).to(getattr(torch, kind))
+    planes = triton_moe.split_router(weight)
+    assert len(planes) == {"bfloat16": 1, "float32": 3}[kind]
+    assert torch.equal(planes.double().sum(0), weight.double())
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_experts", "depth"),
+    [(0, 12, 200), (3, 12, 200), *([(256, 64, 2048), (5000, 256, 7168)] if HAS_GPU else [])],
+)
+def test_router_logits_are_those_of_float32(num_rows: int, num_experts: int, depth: int) -> None:
+    """Rows and planes are bfloat16 on a GPU, float32 in the interpreter."""
+    dtype = torch.bfloat16 if HAS_GPU else torch.float32
+    fused, weight = draw(num_rows, depth + 8, dtype=torch.bfloat16, seed=4), draw(num_experts, depth, seed=5)
+    x = fused[:, :depth]
+    parts = triton_moe.router_logits(x.to(dtype), triton_moe.split_router(weight).to(dtype))
+    assert parts.shape[1:] == (num_rows, num_experts)
+    assert relative_error(parts.sum(0), x.double() @ weight.double().T) < 2e-6
+
+
 @settings(max_examples=60 if HAS_GPU else 10, deadline=None)
 @given(num_rows=st.integers(0, 300), num_experts=st.integers(1, 40), alignment=st.sampled_from([1, 16]), data=st.data())
 def test_sorting_equals_the_reference(num_rows: int, num_experts: int, alignment: int, data: st.DataObject) -> None:

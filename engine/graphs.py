@@ -35,7 +35,7 @@ NUM_SHARED = 2  # numbers of AttentionBatch.shared
 SMALL_SIZES = (1, 2, 4, 8, 16)
 SIZE_STEP = 32
 MIXED_SIZES = (64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096)
-"""Rows of steps that are not all decodes; larger ones keep the device busy longer than their launches take."""
+"""Rows of steps that are not all decodes."""
 NUM_WARM_UPS = 2  # lets libraries choose their algorithms and kernels compile before anything is recorded
 
 
@@ -44,7 +44,7 @@ class GraphLimits:
     """What graphs must be able to hold."""
 
     max_runs: int
-    max_rows: int
+    max_rows: int  # of steps that are not all decodes
     max_blocks: int  # of one sequence
 
 
@@ -77,14 +77,14 @@ def decode_sizes(max_rows: int) -> tuple[int, ...]:
     return tuple(sorted({min(size, max_rows) for size in (*SMALL_SIZES, *steps)}))
 
 
-def graph_shapes(limits: GraphLimits, *, has_mixed: bool, has_shared: bool) -> list[Shape]:
+def graph_shapes(limits: GraphLimits, *, has_shared: bool) -> list[Shape]:
     """What is recorded, by kind, each ascending."""
     sizes = decode_sizes(limits.max_runs)
     decodes = [Shape(size, size, True, is_shared) for is_shared in {False, has_shared} for size in sizes]
     mixed = [
         Shape(size, min(size, limits.max_runs), False, has_shared) for size in MIXED_SIZES if size <= limits.max_rows
     ]
-    return decodes + (mixed if has_mixed else [])
+    return decodes + mixed
 
 
 class StepGraphs:
@@ -96,7 +96,7 @@ class StepGraphs:
         self._max_blocks = limits.max_blocks
         self._drawn = torch.zeros(limits.max_runs, dtype=torch.int64, device=device)
         self._has_shared = model.shares_prefixes
-        shapes = graph_shapes(limits, has_mixed=model.is_recordable_mixed, has_shared=self._has_shared)
+        shapes = graph_shapes(limits, has_shared=self._has_shared)
         self._sizes = {kind: sorted({each.rows for each in shapes if each.is_decode is kind}) for kind in (True, False)}
         pool = torch.cuda.graph_pool_handle()
         self._recorded = {

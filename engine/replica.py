@@ -59,7 +59,8 @@ def make_replica(
             f"{max_model_len}: raise engine.kv_cache_gib or lower max_model_len"
         )
     num_blocks = min(num_blocks, 2 * sizes.max_num_seqs * blocks_per_sequence + 1)  # twice what full batches fill
-    limits = GraphLimits(sizes.max_num_seqs, sizes.max_num_batched_tokens, blocks_per_sequence)
+    max_mixed_rows = min(sizes.max_num_batched_tokens, model.max_mixed_rows)
+    limits = GraphLimits(sizes.max_num_seqs, max_mixed_rows, blocks_per_sequence)
     graphs = limits if settings.cuda_graphs else None
     runner = Runner(model, device, num_blocks=num_blocks, block_size=block_size, graphs=graphs)
     return Replica(runner, ranks, num_blocks, block_size, model.expert_balance)

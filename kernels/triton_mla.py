@@ -46,9 +46,7 @@ class Expansion:
     table: Tensor  # int32 [S, M]: index into ``blocks``; 0 for decodes and padding
 
 
-def plan_expansion(
-    batch: AttentionBatch, block_size: int, up: UpProjection, rope_size: int
-) -> Expansion | None:
+def plan_expansion(batch: AttentionBatch, block_size: int, up: UpProjection, rope_size: int) -> Expansion | None:
     """Decide whether the chunks of a step are expanded, and lay out what they read; None: they are absorbed."""
     table, first = batch.host_table, batch.num_decodes
     if table is None or first == len(batch.query_lens):

@@ -38,7 +38,8 @@ def route(logits: Tensor, gate: Gate, bias: Tensor | None) -> tuple[Tensor, Tens
     if num_rows:
         _route[(num_rows,)](
             logits, logits if bias is None else bias, weights, experts, gate.scale, num_rows * num_experts,
-            PARTS=logits.numel() // (num_rows * num_experts), EXPERTS=num_experts, GROUPS=gate.num_groups, GROUPS_PAD=triton.next_power_of_2(gate.num_groups),
+            PARTS=logits.numel() // (num_rows * num_experts), EXPERTS=num_experts, GROUPS=gate.num_groups,
+            GROUPS_PAD=triton.next_power_of_2(gate.num_groups),
             SIZE_PAD=triton.next_power_of_2(num_experts // gate.num_groups), SELECTED=gate.num_selected,
             SELECTED_PAD=triton.next_power_of_2(gate.num_selected), GROUPS_SELECTED=gate.num_groups_selected,
             BEST=gate.num_best_in_group, IS_SIGMOID=gate.scoring is Scoring.SIGMOID, HAS_BIAS=bias is not None,
@@ -52,7 +53,8 @@ def split_router(weight: Tensor) -> Tensor:
 
     Products with bfloat16 rows are then exact on tensor cores, at a fraction of the time that fp32 takes.
     """
-    planes, rest = [], weight.float()
+    planes: list[Tensor] = []
+    rest = weight.float()
     while not planes or (len(planes) < MAX_PLANES and rest.any()):
         planes.append(rest.bfloat16())
         rest = rest - planes[-1].float()
@@ -73,7 +75,8 @@ def router_logits(x: Tensor, planes: Tensor) -> Tensor:
     if num_rows:
         _router_logits[(*tiles, parts)](
             x, planes, out, num_rows, x.stride(0), PLANES=num_planes, EXPERTS=num_experts, DEPTH=depth,
-            PART_DEPTH=part_depth, TILE_ROWS=tile_rows, TILE_EXPERTS=tile_experts, TILE_DEPTH=ROUTER_DEPTH, num_warps=4, num_stages=3,
+            PART_DEPTH=part_depth, TILE_ROWS=tile_rows, TILE_EXPERTS=tile_experts, TILE_DEPTH=ROUTER_DEPTH,
+            num_warps=4, num_stages=3,
         )  # fmt: skip
     return out
 

@@ -25,8 +25,8 @@ class Model(Protocol):
     """Whether a CUDA graph can hold a decode step."""
     shares_prefixes: bool
     """Whether decode rows that share a prefix read it once, if the batch names it."""
-    is_recordable_mixed: bool
-    """Whether it can hold a step of any runs too."""
+    max_mixed_rows: int
+    """Rows of the largest step of any runs that one can hold too, and is faster with; 0: none."""
 
     expert_balance: ExpertBalance | None
     """What is told when a step has ended, where ranks share experts that may move."""

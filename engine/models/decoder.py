@@ -25,6 +25,11 @@ from engine.models.spec import ModelSpec
 from engine.shards import HEAD, ShardedWeights, head_part, shard_spec
 from kernels.api import AttentionBatch, Kernels
 
+MIXED_ROWS = 4096
+"""Larger steps keep the device busy longer than their launches take."""
+MIXED_ROWS_OF_LATENTS = 1024
+"""With more rows, expanding latents of long chunks, which no recorded step can plan, saves more than launches cost."""
+
 
 class Attention(Protocol):
     """One layer's attention with its weights; ``output`` is its packed output projection."""
@@ -81,7 +86,8 @@ class Decoder:
         self.is_recordable = kernels.unrecordable.isdisjoint(operations)
         can_mix = kernels.decode_only.isdisjoint(operations) and ranks.context.size == 1
         self.shares_prefixes = kernels.prefix_sharing.issuperset(operations - {"experts_mlp"})
-        self.is_recordable_mixed = self.is_recordable and can_mix
+        most_rows = MIXED_ROWS_OF_LATENTS if spec.latent else MIXED_ROWS
+        self.max_mixed_rows = most_rows if self.is_recordable and can_mix else 0
         self._rotary = Rotary(spec.rope, spec.head_dim, self._device, self._dtype)
 
     def alloc_cache(self, num_blocks: int, block_size: int) -> list[Tensor]:

@@ -14,14 +14,14 @@ LIMITS = GraphLimits(max_runs=48, max_rows=300, max_blocks=3)
 
 
 def test_every_step_within_the_limits_has_a_graph_of_its_kind() -> None:
-    shapes = graph_shapes(LIMITS, has_mixed=True, has_shared=False)
+    shapes = graph_shapes(LIMITS, has_shared=False)
     decodes, mixed = ([shape for shape in shapes if shape.is_decode is kind] for kind in (True, False))
     assert all(shape.runs == shape.rows for shape in decodes)
     assert decodes[-1].rows == LIMITS.max_runs
     assert [shape.rows for shape in mixed] == [size for size in MIXED_SIZES if size <= LIMITS.max_rows]
     assert all(shape.runs == min(shape.rows, LIMITS.max_runs) for shape in mixed)
-    assert graph_shapes(LIMITS, has_mixed=False, has_shared=False) == decodes
-    shared = graph_shapes(LIMITS, has_mixed=True, has_shared=True)
+    assert graph_shapes(replace(LIMITS, max_rows=0), has_shared=False) == decodes
+    shared = graph_shapes(LIMITS, has_shared=True)
     assert {shape for shape in shared if not shape.is_shared} == set(decodes), "mixed steps always look for a prefix"
     assert {replace(shape, is_shared=False) for shape in shared if shape.is_shared} == set(shapes)
 

@@ -34,8 +34,8 @@ def test_routing_equals_the_reference_ties_and_negative_biases_included(name: st
 
 def test_parts_of_logits_are_added_up() -> None:
     parts = torch.randint(-2, 3, (5, 9, 12), generator=torch.Generator().manual_seed(2)).float().to(DEVICE)
-    for got, wanted in zip(*(module.route(parts, GATES["v3"], None) for module in (triton_moe, reference_moe))):
-        torch.testing.assert_close(got, wanted, atol=1e-6, rtol=1e-5)
+    got, wanted = (module.route(parts, GATES["v3"], None) for module in (triton_moe, reference_moe))
+    torch.testing.assert_close(got, wanted, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "float32"])

@@ -14,6 +14,7 @@ import structlog
 from jobs.cli import echo_json, verb
 from jobs.job import JOB_FILE, JOB_NAME, PARTS, PLAN_FILE, Job
 from jobs.ledger import LEDGER
+from jobs.progress import format_bytes
 from jobs.store import Store, exists, open_store
 from schemas.errors import JobError, NightmillError
 from schemas.settings import Settings
@@ -137,15 +138,6 @@ def _try_collect(store: Store, garbage: Garbage, min_age_s: float) -> bool:
     except NightmillError as error:
         click.echo(f"{garbage.name} stays: {error}", err=True)
         return False
-
-
-def format_bytes(number: float) -> str:
-    """``1536`` -> ``1.5 KiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if number < 1024:
-            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
-        number /= 1024
-    return f"{number:.1f} TiB"
 
 
 if __name__ == "__main__":

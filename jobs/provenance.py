@@ -37,10 +37,16 @@ class Provenance(Record):
     versions: dict[str, str] = msgspec.field(default_factory=dict)
     settings: dict[str, Any] = msgspec.field(default_factory=dict)  # of the engine
     samples: tuple[Sample, ...] = ()
+    start_s: float = 0.0  # that the worker took to be ready, loading the model
     num_asked: int = 0
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
+
+    @property
+    def num_devices(self) -> int:
+        """GPUs, or the machine where there is none."""
+        return max(1, len(self.gpus))
 
     @property
     def hardware(self) -> str:
@@ -53,6 +59,8 @@ class Throughput(Record):
 
     hardware: str
     num_workers: int
+    num_devices: int  # of all workers: GPUs, or machines without one
+    start_s: float  # that a worker took to be ready
     busy_s: float
     num_asked: int
     num_prompt_tokens: int
@@ -83,6 +91,8 @@ def measure_throughput(chunks: Sequence[Provenance]) -> Throughput | None:
     return Throughput(
         hardware=" + ".join(sorted({chunk.hardware for chunk in chunks})),
         num_workers=len({chunk.worker for chunk in chunks}),
+        num_devices=sum({chunk.worker: chunk.num_devices for chunk in chunks}.values()),
+        start_s=max(chunk.start_s for chunk in chunks),
         busy_s=busy_seconds(chunks),
         num_asked=sum(chunk.num_asked for chunk in chunks),
         num_prompt_tokens=sum(chunk.num_prompt_tokens for chunk in chunks),
@@ -137,5 +147,5 @@ def device_seconds(chunks: Sequence[Provenance]) -> float:
     total = 0.0
     for worker in {chunk.worker for chunk in chunks}:
         own = [chunk for chunk in chunks if chunk.worker == worker]
-        total += max(1, len(own[0].gpus)) * busy_seconds(own)
+        total += own[0].num_devices * busy_seconds(own)
     return total

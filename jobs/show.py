@@ -19,7 +19,7 @@ from jobs.progress import format_duration, plain_counts
 from jobs.prompts import Prompt, PromptBuilder, Refusal
 from jobs.queue import Progress, Queue
 from jobs.source import python_rows
-from jobs.store import absolute_location, exists, open_input
+from jobs.store import exists, open_input
 from schemas.errors import BrokerError, NightmillError
 from schemas.plan import Decision
 from schemas.records import JobState, ModelRef, RowStatus
@@ -34,33 +34,6 @@ MAX_CELL_CHARS = 60
 COLUMN_GAP = 2
 MIN_COLUMN_WIDTH = 6
 PLAIN_WIDTH = 200  # of tables that go to a file or a pipe
-
-
-def show_dry_run(prepared: "Prepared", settings: Settings, *, as_json: bool) -> None:
-    """Print what a submit would do."""
-    spec = prepared.spec
-    facts: dict[str, Any] = {
-        "job_id": spec.job_id,
-        "files": len(spec.inputs),
-        "rows": prepared.num_rows,
-        "chunks": len(prepared.plan.chunks),
-        "model": f"{spec.model.name} ({spec.model.dtype}, digest {spec.model.digest})",
-        "output": absolute_location(prepared.output)
-        if prepared.output
-        else f"{settings.jobs_root.rstrip('/')}/{spec.job_id}/output",
-        "label": f"{spec.output_column}: {prepared.label_type}",
-        "workers": describe_service(settings, spec.model),
-    }
-    if as_json:
-        decisions = [{"path": d.path, "decision": d.decision, "reason": d.reason} for d in prepared.decisions]
-        echo_json({"event": "dry_run", **facts, "constraint": decisions, "prompt": describe_prompt(prepared.example)})
-        return
-    print_facts(facts)
-    if prepared.decisions:
-        click.echo("\nconstraint")
-        for d in prepared.decisions:
-            click.echo(f"  {d.decision:<9} {d.path}  {d.reason}")
-    click.echo(f"\nfirst prompt\n{_indent(describe_prompt(prepared.example))}\n\nnothing was written")
 
 
 def show_checked_keywords(prepared: "Prepared", *, as_json: bool) -> None:
@@ -173,16 +146,22 @@ def job_facts(fields: Mapping[str, Any], rows_per_s: float | None = None) -> dic
     }
 
 
-def describe_service(settings: Settings, model: ModelRef) -> str:
-    """Who serves the model's queue, and what to start if nobody does. Starts nothing, raises nothing."""
+def count_workers(settings: Settings, model: ModelRef) -> int | None:
+    """How many workers serve the model's queue; None if no embedded broker runs. Starts nothing. Raises BrokerError."""
     status = None if settings.broker_url else broker_status(settings)
     if status is not None and status.pid is None:
-        return "embedded: broker and worker are started by a waiting submit or resume"
+        return None
+    return Queue(settings, settings.broker_url or (status.url if status else "")).workers_serving(model.queue)
+
+
+def describe_service(settings: Settings, model: ModelRef) -> str:
+    """Who serves the model's queue, and what to start if nobody does. Starts nothing, raises nothing."""
     try:
-        url = settings.broker_url or (status.url if status else "")
-        number = Queue(settings, url).workers_serving(model.queue)
+        number = count_workers(settings, model)
     except BrokerError as error:
         return str(error)
+    if number is None:
+        return "embedded: broker and worker are started by a waiting submit or resume"
     if number:
         return f"{number} serving {model.queue}"
     hint = (
@@ -332,7 +311,3 @@ def cell(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False, default=str) if is_json else "" if value is None else str(value)
     text = " ".join(text.split())
     return text if len(text) <= MAX_CELL_CHARS else text[: MAX_CELL_CHARS - 1] + "…"
-
-
-def _indent(text: str) -> str:
-    return "\n".join(f"  {line}" for line in text.splitlines())

@@ -158,9 +158,18 @@ def _split_choices(values: Sequence[str]) -> list[str]:
 )
 @click.option("--abort-min-rows", type=click.IntRange(1), metavar="ROWS", help="Look from so many rows on.  [200]")
 @click.option("--wait/--no-wait", "wait", default=None, help="[default: wait, unless a broker is configured]")
-@click.option("--dry-run", is_flag=True, help="Show what would be done; write nothing.")
+@click.option("--dry-run", is_flag=True, help="Show what would be done and how long it would take; do nothing.")
+@click.option(
+    "--sample",
+    "num_rehearsed",
+    type=click.IntRange(1),
+    metavar="ROWS",
+    help="With --dry-run: run so many rows first, to measure how fast it is here.",
+)
 @click.option("--json", "as_json", is_flag=True, help="JSON lines on stdout, for programs.")
-def main(settings: Settings, *, wait: bool | None, dry_run: bool, as_json: bool, **options: Any) -> int:
+def main(
+    settings: Settings, *, wait: bool | None, dry_run: bool, num_rehearsed: int | None, as_json: bool, **options: Any
+) -> int:
     """Label every row of Parquet, Arrow, JSON lines or CSV files with a language model.
 
     \b
@@ -168,11 +177,14 @@ def main(settings: Settings, *, wait: bool | None, dry_run: bool, as_json: bool,
     python -m jobs.submit 'shards/*.parquet' --choice yes,no --prompt 'Is this spam? {{ text }}' --gold is_spam
     """
     from jobs import api, show
+    from jobs.dry_run import run_dry
     from jobs.follow import follow
 
+    if num_rehearsed is not None and not dry_run:
+        raise click.UsageError("--sample goes with --dry-run")
     prepared = api.prepare(make_submission(**options), settings)
     if dry_run:
-        show.show_dry_run(prepared, settings, as_json=as_json)
+        run_dry(prepared, settings, num_rehearsed=num_rehearsed, as_json=as_json)
         return 0
     show.show_checked_keywords(prepared, as_json=as_json)
     job = api.submit(prepared, settings)

@@ -5,6 +5,7 @@ beat starts. Knows no torch.
 """
 
 import sys
+import time
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
@@ -36,6 +37,7 @@ class WorkerApp(Celery):  # type: ignore[misc]
 
     def __init__(self, settings: Settings, make_client: MakeClient, on_hop: Callable[[str], None]) -> None:
         super().__init__("nightmill", include=["worker.tasks"])
+        self.created_at = time.monotonic()
         self.settings = settings
         self.make_client = make_client
         self.on_hop = on_hop

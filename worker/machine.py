@@ -33,9 +33,10 @@ GIB = 2**30
 class Machine(threading.Thread):
     """Takes samples while the engine runs. Owned by the worker's pool."""
 
-    def __init__(self, client: EngineClient, settings: EngineSettings) -> None:
+    def __init__(self, client: EngineClient, settings: EngineSettings, start_s: float) -> None:
         super().__init__(name="machine", daemon=True)
         self.worker = f"{socket.gethostname()} {os.getpid()}"
+        self._start_s = start_s
         self._client = client
         self._settings = settings.model_dump(mode="json")
         self._gpus = Gpus(client.hello.gpus)
@@ -65,6 +66,7 @@ class Machine(threading.Thread):
             versions=installed_versions() | self._gpus.versions,
             settings=self._settings,
             samples=thin([s for s in self._samples.copy() if started_s <= s.at_s <= now_s], MAX_CHUNK_SAMPLES),
+            start_s=self._start_s,
             **count_work(rows),
         )
 

@@ -109,7 +109,7 @@ class EnginePool(BasePool):  # type: ignore[misc]
         self._supervisor.start()
         self.client = self.app.make_client(self.app.model, self.app.settings.engine, on_failed=self._leave)
         self._load()
-        self.machine = Machine(self.client, self.app.settings.engine)
+        self.machine = Machine(self.client, self.app.settings.engine, time.monotonic() - self.app.created_at)
         self.machine.start()
         for index in range(self.limit):
             Slot(self, index).start()

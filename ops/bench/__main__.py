@@ -110,6 +110,18 @@ def labelling(settings: tuple[str, ...], commit: str | None, **options: Any) -> 
         click.echo(line)
 
 
+@main.command()
+@click.option("--rows", "num_rows", default=320, show_default=True, type=click.IntRange(min=1), help="Rows of a job.")
+@click.option("--sample", "num_rehearsed", default=96, show_default=True, type=click.IntRange(min=1))
+@click.option("--model", default="smollm2", show_default=True)
+def forecast(**options: Any) -> None:
+    """How far the dry run's forecast is from the time that three jobs then take."""
+    from ops.bench.forecast import ForecastBench, run_forecast_bench
+
+    for line in run_forecast_bench(ForecastBench(**options), _settings()):
+        click.echo(line)
+
+
 def _settings() -> Settings:
     settings = Settings.load()
     configure_logging("WARNING", settings.log.format)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jobs.finish import try_finish
-from jobs.gc import DAY_S, Garbage, collect, find_garbage, format_bytes
+from jobs.gc import DAY_S, Garbage, collect, find_garbage
 from jobs.job import Job
 from jobs.ledger import LEDGER, Ledger, scope_of
 from jobs.store import open_store
@@ -89,16 +89,6 @@ def test_what_an_interrupted_removal_leaves_is_found_again_and_a_fresh_submit_is
     (garbage,) = find_garbage(store, min_age_s=DAY_S, num_kept=0)
     assert collect(store, garbage, min_age_s=DAY_S)
     assert store.list() == ["notes"]
-
-
-def test_sizes_are_for_people() -> None:
-    assert [format_bytes(n) for n in (0, 1023, 1536, 5 * 2**30, 2**45)] == [
-        "0 B",
-        "1023 B",
-        "1.5 KiB",
-        "5.0 GiB",
-        "32.0 TiB",
-    ]
 
 
 @pytest.fixture

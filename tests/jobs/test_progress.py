@@ -3,7 +3,15 @@ import json
 
 import pytest
 
-from jobs.progress import BarReporter, JsonReporter, LineReporter, describe, format_duration, plain_counts
+from jobs.progress import (
+    BarReporter,
+    JsonReporter,
+    LineReporter,
+    describe,
+    format_bytes,
+    format_duration,
+    plain_counts,
+)
 from jobs.wait import Snapshot
 from schemas.records import RowStatus
 
@@ -67,3 +75,13 @@ def test_the_bar_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
 def test_counts_keep_the_order_of_statuses_and_leave_out_zeros() -> None:
     counts = {RowStatus.SKIPPED: 1, RowStatus.OK: 2, RowStatus.FAILED: 0}
     assert list(plain_counts(counts).items()) == [("ok", 2), ("skipped", 1)]
+
+
+def test_sizes_are_for_people() -> None:
+    assert [format_bytes(n) for n in (0, 1023, 1536, 5 * 2**30, 2**45)] == [
+        "0 B",
+        "1023 B",
+        "1.5 KiB",
+        "5.0 GiB",
+        "32.0 TiB",
+    ]

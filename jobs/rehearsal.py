@@ -1,0 +1,112 @@
+"""A short run on a sample of a job's rows, to measure how fast it will be here. Only the ledger remembers it.
+
+The sample is a small job of its own on the job's own queue, so what is measured is what will run.
+"""
+
+import io
+import statistics
+import uuid
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from jobs import api
+from jobs.forecast import Questions, Rate, choose_pieces, computed_tokens
+from jobs.job import Job
+from jobs.prompts import Prompt
+from jobs.provenance import Provenance, measure_throughput
+from jobs.source import scan_inputs
+from jobs.store import open_store
+from jobs.wait import Reporter
+from schemas.errors import JobError
+from schemas.records import JobState
+from schemas.settings import Settings
+
+SAMPLES = "_samples"  # in the jobs root
+NUM_CHUNKS = 8
+NUM_READ_PER_ROW = 4  # rows that are looked at for each one that is run
+BASE_SPREAD = 0.15
+"""By how much equal runs on one machine differ: ``ops.bench forecast``."""
+
+
+def rehearse(prepared: api.Prepared, settings: Settings, num_rows: int, reporter: Reporter | None = None) -> Rate:
+    """Run ``num_rows`` rows from all over the input and measure; a worker is started if need be, as for the job.
+
+    Raises JobError if the sample does not run to its end, and whatever a submit raises.
+    """
+    root = open_store(settings.jobs_root)
+    key = f"{SAMPLES}/{uuid.uuid4().hex}.parquet"
+    root.create(key, _sample_file(prepared, settings, num_rows))
+    job: Job | None = None
+    try:
+        inputs = scan_inputs([root.locate(key)])
+        spec = msgspec.structs.replace(
+            prepared.spec, name="sample", inputs=inputs.files, limit=None, refresh=True, slot=None
+        )
+        chunk_rows = max(1, inputs.files[0].num_rows // NUM_CHUNKS)
+        job = api.submit(api.prepare_spec(spec, inputs, settings, chunk_rows=chunk_rows), settings)
+        state = api.wait(job, settings, reporter)
+        if state not in (JobState.DONE, JobState.DONE_WITH_ERRORS):
+            failure = job.failure()
+            raise JobError(f"the sample {state}: {failure.cause if failure else 'no row got a label'}")
+        return _measure(job)
+    finally:
+        if job is not None:
+            job.cancel()
+            job.store.remove()
+        root.delete(key)
+
+
+def _sample_file(prepared: api.Prepared, settings: Settings, num_rows: int) -> bytes:
+    """Rows from all over the input that ask something new each: what is known or repeated takes no time."""
+    schema, questions = prepared.plan.input_schema, Questions(prepared, settings)
+    tables = [schema.empty_table()]
+    for piece in choose_pieces(prepared.plan.chunks, NUM_READ_PER_ROW * num_rows):
+        batches = questions.read(piece, schema.names)
+        found, seen = questions.look(batches), set()
+        is_new = []
+        for item in found.built:
+            key = item.content_key if isinstance(item, Prompt) else ""
+            is_new.append(key in found.new and key not in seen)
+            seen.add(key)
+        tables.append(pa.Table.from_batches(batches, schema=schema).filter(pa.array(is_new, pa.bool_())))
+    questions.close()
+    rows = pa.concat_tables(tables)
+    if not rows.num_rows:
+        raise JobError("there is nothing to measure: every row looked at is known, skipped or refused")
+    places = np.unique(np.linspace(0, rows.num_rows - 1, num_rows).round().astype(int))
+    sink = io.BytesIO()
+    pq.write_table(rows.take(places), sink)
+    return sink.getvalue()
+
+
+def _measure(job: Job) -> Rate:
+    """The rate between the first chunk's end and the last but one's: meanwhile the batch was as full as it will be."""
+    chunks = sorted(job.provenances(), key=lambda chunk: chunk.finished_s)
+    whole, success = measure_throughput(chunks), job.success()
+    if whole is None or success is None or not whole.num_asked:
+        raise JobError("no row of the sample was asked")
+    steady = chunks[1:-1] if len(chunks) >= NUM_CHUNKS else chunks
+    tokens = [_computed(chunk) for chunk in steady]
+    start_s = chunks[0].finished_s if steady is not chunks else min(chunk.started_s for chunk in chunks)
+    seconds = steady[-1].finished_s - start_s
+    sampling = statistics.stdev(tokens) / statistics.mean(tokens) / len(tokens) ** 0.5 if len(tokens) > 1 else 1.0
+    return Rate(
+        source=f"a run of {whole.num_asked} rows",
+        hardware=whole.hardware,
+        tokens_per_s=sum(tokens) / seconds / whole.num_workers,
+        output_tokens=whole.num_output_tokens / whole.num_asked,
+        cached_share=whole.num_cached_tokens / max(1, whole.num_prompt_tokens),
+        spread=BASE_SPREAD + 2 * sampling,
+        devices_per_worker=whole.num_devices / whole.num_workers,
+        start_s=whole.start_s,
+        bytes_per_row=sum(file.size_bytes for file in success.outputs) / success.num_rows,
+        num_answered=whole.num_asked,
+    )
+
+
+def _computed(chunk: Provenance) -> int:
+    found = measure_throughput([chunk])
+    return 0 if found is None else computed_tokens(found)

@@ -27,6 +27,7 @@ class Load:
 
     num_bytes: int
     max_tokens: int
+    is_exact: bool  # nothing ends the output before ``max_tokens``
     prefixes: tuple[tuple[int, int], ...]
 
     @classmethod
@@ -42,7 +43,9 @@ class Load:
             num_bytes = len(content)
         sizes = [MIN_PREFIX_BYTES << power for power in range(max(0, len(content) // MIN_PREFIX_BYTES).bit_length())]
         prefixes = tuple((size * num_bytes // len(content), hash(content[:size])) for size in sizes)
-        return cls(num_bytes, request.sampling.max_tokens, prefixes)
+        sampling = request.sampling
+        is_exact = sampling.ignore_eos and not sampling.stop and not request.constraint_key
+        return cls(num_bytes, sampling.max_tokens, is_exact, prefixes)
 
 
 class Balancer:
@@ -60,7 +63,7 @@ class Balancer:
     def add(self, load: Load, replica: int) -> float:
         """Give a request to a replica; returns its tokens, for ``remove``."""
         tokens = (load.num_bytes / BYTES_PER_TOKEN) - self._num_known(load, replica)
-        tokens += min(load.max_tokens, self._mean_output)
+        tokens += load.max_tokens if load.is_exact else min(load.max_tokens, self._mean_output)
         self._tokens[replica] += tokens
         seen = self._seen[replica]
         for _, prefix in load.prefixes:

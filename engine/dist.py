@@ -62,8 +62,8 @@ class Group:
 
     def stack(self, x: Tensor) -> Tensor:
         """``x`` of all ranks, in order: [R, *x.shape]."""
-        if not self._group:
-            return x[None]
+        if not self._group or not x.numel():
+            return x[None].expand(self.size, *x.shape)
         stacked = x.new_empty(self.size * len(x), *x.shape[1:])
         all_gather(stacked, x.contiguous(), self._group)
         return stacked.view(self.size, *x.shape)
@@ -140,34 +140,29 @@ class Ranks:
 
 def connect(topology: Topology, rank: int, rendezvous: str, device: torch.device) -> Ranks:
     """Meet the other ranks at the file ``rendezvous``, which nobody has used before; blocks until all are there."""
-    if topology.num_ranks == 1:
-        return Ranks()
+    kinds = {
+        "replica": topology.replica_groups(),
+        "tensor": topology.tensor_groups(),
+        "context": topology.context_groups(),
+        "experts": topology.expert_groups(),
+        "lockstep": topology.lockstep_groups(),
+    }
+    shared = {name: groups for name, groups in kinds.items() if any(len(ranks) > 1 for ranks in groups)}
+    if not shared:  # replicas that share nothing need not meet
+        return Ranks(topology, rank)
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    is_gpu = device.type == "cuda"
     distributed.init_process_group(
-        "cpu:gloo,cuda:nccl" if is_gpu else "gloo",
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         init_method=f"file://{rendezvous}",
         rank=rank,
         world_size=topology.num_ranks,
         timeout=TIMEOUT,
-        device_id=device if is_gpu else None,
     )
+    return Ranks(topology, rank, **{name: _join(groups, rank) for name, groups in shared.items()})
 
-    def group(groups: Sequence[tuple[int, ...]]) -> Group:
-        """Mine of these; every rank makes all of them, in the same order."""
-        if all(len(ranks) == 1 for ranks in groups):
-            return Group()
-        made = {ranks: distributed.new_group(list(ranks), timeout=TIMEOUT) for ranks in groups}
-        mine = [process_group for ranks, process_group in made.items() if rank in ranks]
-        return Group(mine[0]) if mine else Group()
 
-    return Ranks(
-        topology,
-        rank,
-        replica=group(topology.replica_groups()),
-        tensor=group(topology.tensor_groups()),
-        context=group(topology.context_groups()),
-        experts=group(topology.expert_groups()),
-        lockstep=group(topology.lockstep_groups()),
-    )
+def _join(groups: Sequence[tuple[int, ...]], rank: int) -> Group:
+    """The group that ``rank`` is in, if any; every rank makes all of them, in the same order."""
+    made = {ranks: distributed.new_group(list(ranks), timeout=TIMEOUT) for ranks in groups}
+    return next((Group(process_group) for ranks, process_group in made.items() if rank in ranks), Group())

@@ -45,9 +45,10 @@ class SparseMlp:
         placement = first_placement(experts.num_experts, ranks.experts.size, ranks.topology.expert_copies)
         self._slots = ExpertSlots(placement, router.device, can_move=balance is not None)
         self._exchange = ranks.experts.exchange(placement.shape[1])
-        mine = [f"{prefix}experts.{expert}." for expert in placement[ranks.experts.index].tolist()]
-        for expert in range(experts.num_experts):
+        held = placement[ranks.experts.index].tolist()
+        for expert in set(range(experts.num_experts)) - set(held):
             source.leave(f"{prefix}experts.{expert}.")
+        mine = [f"{prefix}experts.{expert}." for expert in held]
         gate_up = _stack(source, mine, ("gate_proj", "up_proj"))
         self._experts = kernels.pack_experts(gate_up, _stack(source, mine, ("down_proj",)))
         self._counts = balance.watch(self._slots, slot_tensors(self._experts)) if balance else None

@@ -26,6 +26,13 @@ def test_requests_without_a_common_beginning_are_spread_by_their_tokens() -> Non
     assert max(tokens) - min(tokens) < 4000
 
 
+def test_outputs_of_known_length_count_in_full() -> None:
+    balancer = Balancer(2)
+    endless = Load.of(Request(request_id="r", text="a", sampling=Sampling(max_tokens=1000, ignore_eos=True)))
+    assert assign(balancer, endless) == 0
+    assert [assign(balancer, make_load(str(number), 1000)) for number in range(10)] == [1] * 10
+
+
 def test_requests_that_begin_alike_stay_together_until_the_others_are_idle_for_long_enough() -> None:
     balancer = Balancer(2)
     families = ["a" * 40_000, "b" * 40_000]

@@ -33,7 +33,8 @@ def run_case(case: dict[str, Any], rank: int) -> dict[str, list[int]]:
                     return {}
         return serve(Engine(ref, settings, parts), case, rank // ranks.topology.ranks_per_replica)
     finally:
-        distributed.destroy_process_group()
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
 
 
 def serve(engine: Engine, case: dict[str, Any], replica: int) -> dict[str, list[int]]:

@@ -125,7 +125,7 @@ class Scheduler:
         sequence.num_registered = len(prefix)
         sequence.num_computed = len(prefix) * self.pool.block_size
         if sequence.num_preemptions == 0:
-            sequence.num_cached = sequence.num_computed
+            sequence.num_cached = min(sequence.num_computed, sequence.num_prompt)  # forced output may be cached too
         for block_hash in hashes[len(prefix) :]:
             self._computing.setdefault(block_hash, sequence)
         sequence.set_status(SequenceStatus.RUNNING)

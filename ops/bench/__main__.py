@@ -119,6 +119,18 @@ def forecast(**options: Any) -> None:
     from ops.bench.forecast import ForecastBench, run_forecast_bench
 
     for line in run_forecast_bench(ForecastBench(**options), _settings()):
+
+
+@click.option("--shape", type=click.Choice(list(SHAPES)), default="Qwen3-0.6B", show_default=True)
+@click.option("--questions", default=DEFAULT_QUESTIONS, type=click.Path(path_type=Path), help="banking77.parquet.")
+@click.option("--tokenizer", type=click.Path(path_type=Path, exists=True), help="Default: the demo model's.")
+@click.option("--commit", help="Recorded with the result where this machine has no checkout.")
+def steps(shape: str, questions: Path, tokenizer: Path | None, commit: str | None) -> None:
+    """What our engine's steps compute on route, and how busy they keep a GPU on free."""
+    from ops.bench.steps import run_steps_bench
+
+    configure_logging("WARNING")
+    for line in run_steps_bench(shape, questions, tokenizer, commit):
         click.echo(line)
 
 

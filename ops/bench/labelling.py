@@ -42,7 +42,7 @@ def run_labelling_bench(bench: LabellingBench, commit: str | None = None) -> lis
     """Measure, write one JSON file a workload, and return the lines to print."""
     lines = [f"{'workload':<10}{'rows/s':>10}{'output tok/s':>14}{'seconds':>10}{'valid':>14}"]
     rates = measure_rates()
-    with _model_directory(bench) as directory:
+    with model_directory(bench.shape, bench.tokenizer) as directory:
         for name in bench.workloads:
             workload = load_workload(name, bench.questions)
             runs, result, kernels = _measure(bench, workload, directory, rates)
@@ -120,13 +120,13 @@ def _run(repeat: int, seconds: float, done: list[Completion], workload: Workload
 
 
 @contextmanager
-def _model_directory(bench: LabellingBench) -> Iterator[Path]:
-    """A directory with the shape's config.json and a tokenizer."""
+def model_directory(shape: str, tokenizer: Path | None) -> Iterator[Path]:
+    """A directory with the shape's config.json and the tokenizer of another directory, or of the demo model."""
     with TemporaryDirectory() as name:
         directory = Path(name)
-        (directory / "config.json").write_text(json.dumps(SHAPES[bench.shape]))
-        if bench.tokenizer is not None:
-            for file in bench.tokenizer.glob("tokenizer*.json"):
+        (directory / "config.json").write_text(json.dumps(SHAPES[shape]))
+        if tokenizer is not None:
+            for file in tokenizer.glob("tokenizer*.json"):
                 (directory / file.name).write_bytes(file.read_bytes())
         else:
             from engine.text import Text

@@ -119,8 +119,10 @@ def forecast(**options: Any) -> None:
     from ops.bench.forecast import ForecastBench, run_forecast_bench
 
     for line in run_forecast_bench(ForecastBench(**options), _settings()):
+        click.echo(line)
 
 
+@main.command()
 @click.option("--shape", type=click.Choice(list(SHAPES)), default="Qwen3-0.6B", show_default=True)
 @click.option("--questions", default=DEFAULT_QUESTIONS, type=click.Path(path_type=Path), help="banking77.parquet.")
 @click.option("--tokenizer", type=click.Path(path_type=Path, exists=True), help="Default: the demo model's.")

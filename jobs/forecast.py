@@ -21,8 +21,8 @@ from jobs.prompts import Prompt, PromptBuilder, Refusal
 from jobs.provenance import Throughput
 from jobs.source import ChunkReader, python_rows
 from jobs.store import Store, local_path, open_store
+from schemas.constraints import max_bytes
 from schemas.errors import ModelError, NightmillError, NotFound, PromptError
-from schemas.longest import max_bytes
 from schemas.model_files import resolve_model
 from schemas.records import Chunk, JobSpec
 from schemas.settings import Settings

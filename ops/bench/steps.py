@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -74,7 +74,7 @@ def _requests(workload: Workload, constraint_key: str | None, name: str, **sampl
         yield Request(
             request_id=f"{name}-{index}",
             text=str(prompt) if is_text else None,
-            token_ids=None if is_text else tuple(map(int, prompt)),
+            token_ids=None if is_text else tuple(cast("list[int]", prompt)),
             constraint_key=constraint_key,
             seed=index,
             sampling=Sampling(max_tokens=budget, **(workload.sampling | sampling)),

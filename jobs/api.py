@@ -24,9 +24,9 @@ from jobs.lines import BODY
 from jobs.local_worker import LocalWorker
 from jobs.outputs import check_output_is_free
 from jobs.plan import Plan, make_chunks
+from jobs.planner import copy_known_rows
 from jobs.prompts import Prompt, PromptBuilder, Refusal
 from jobs.queue import Queue
-from jobs.reuse import copy_known_rows
 from jobs.shards import check_output_columns
 from jobs.source import ChunkReader, Inputs, python_rows, scan_inputs
 from jobs.store import Store, open_store

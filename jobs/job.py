@@ -94,6 +94,7 @@ class Job:
     def __init__(self, root: Store, file: JobFile, plan: Plan) -> None:
         """``root`` is the jobs root; use ``create`` or ``open``."""
         self.root = root
+        self.file = file
         self.store = root.within(file.spec.job_id)
         self.spec = file.spec
         self.job_id = file.spec.job_id

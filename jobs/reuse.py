@@ -1,11 +1,11 @@
-"""What a new job need not ask: rows whose answer the ledger has, and rows that ask what an earlier chunk asks.
+"""What need not be asked of a chunk: rows whose answer the ledger has, and rows that ask what an earlier chunk asks.
 
-Chunks that are known as a whole are committed before anybody works on the job; of the others, the known rows are left
-beside the job for whoever runs them. Only ever an aid: without those files every row is asked. Knows no engine.
+Chunks that are known as a whole are committed; of the others, the known rows are left beside the job for whoever runs
+them. Only ever an aid: without those files every row is asked. Knows no engine.
 """
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +26,8 @@ from schemas.errors import AlreadyExists, NotFound
 from schemas.records import Chunk, JobSpec, RowResult, RowStatus
 
 KNOWN, TWINS = "known", "twins"  # in the job's directory: files named like parts
-TWIN_SCHEMA = pa.schema({"row": pa.int64(), "key": KEY_TYPE, "chunk": pa.int64(), "first_row": pa.int64()})
+ASKED_SCHEMA = pa.schema({"row": pa.int64(), "key": KEY_TYPE})
+TWIN_SCHEMA = pa.schema([*ASKED_SCHEMA, pa.field("chunk", pa.int64()), pa.field("first_row", pa.int64())])
 
 Numbers = npt.NDArray[Any]
 
@@ -42,35 +43,34 @@ class Known:
     waiting: frozenset[int] = frozenset()  # rows that an earlier chunk asks for, which has no part yet
 
 
-def copy_known_rows(job: Job) -> None:
-    """Commit the chunks of a new job that need no engine, and note the known rows and the twins of the others."""
-    ledger, first_asked = Ledger(job.root, job.spec), FirstAsked()
-    if len(job.chunks) < 2 and (job.spec.refresh or not ledger):
-        return
-    if ledger:
-        ledger.mark_used()
+def look_up(job: Job, chunks: Iterable[Chunk]) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """Commit those of the chunks that the ledger knows as a whole, note the known rows of the others.
+
+    Yields each other chunk with the rows that must be asked (ASKED_SCHEMA).
+    """
+    builder, ledger = PromptBuilder(job.spec, job.input_schema), Ledger(job.root, job.spec)
     with closing(ChunkReader()) as reader:
-        for chunk, built in build_prompts(job, reader):
+        for chunk in chunks:
+            built = list(map(builder.build, job.read_rows(chunk, builder.columns, reader)))
             asked = [(row, p.content_key) for row, p in enumerate(built, chunk.start_row) if isinstance(p, Prompt)]
             found = ledger.find([] if job.spec.refresh else [key for _, key in asked])
             known = _lay_out(job.spec, [asked[position] for position in found.positions], found)
             if known.num_rows == len(asked):
-                job.commit_part(chunk.index, refused_rows(chunk, built), known=known)
+                job.commit_part(chunk.index, _refused_rows(chunk, built), known=known)
                 continue
-            unknown = np.delete(np.arange(len(asked)), found.positions)
-            twins = first_asked.add(chunk.index, [asked[position] for position in unknown])
             _note(job, KNOWN, chunk, known)
-            _note(job, TWINS, chunk, twins)
+            unknown = [asked[position] for position in np.delete(np.arange(len(asked)), found.positions)]
+            keys = pa.array([bytes.fromhex(key) for _, key in unknown], KEY_TYPE)
+            rows = pa.array([row for row, _ in unknown], pa.int64())
+            yield chunk.index, pa.RecordBatch.from_arrays([rows, keys], schema=ASKED_SCHEMA)
 
 
-def build_prompts(job: Job, reader: ChunkReader) -> Iterator[tuple[Chunk, list[Prompt | Refusal]]]:
-    """Yield each chunk with what its rows ask."""
-    builder = PromptBuilder(job.spec, job.input_schema)
-    for chunk in job.chunks:
-        yield chunk, list(map(builder.build, job.read_rows(chunk, builder.columns, reader)))
+def note_twins(job: Job, chunk_index: int, twins: pa.Table) -> None:
+    """Leave beside the job which rows of a chunk wait for earlier chunks (TWIN_SCHEMA)."""
+    _note(job, TWINS, job.chunks[chunk_index], twins)
 
 
-def refused_rows(chunk: Chunk, built: Sequence[Prompt | Refusal]) -> list[RowResult]:
+def _refused_rows(chunk: Chunk, built: Sequence[Prompt | Refusal]) -> list[RowResult]:
     """Return the results of the rows that are not asked at all."""
     return [
         RowResult(row_index=row, status=refusal.status, error=refusal.error)
@@ -97,7 +97,7 @@ def read_known(job: Job, index: int) -> Known:
 
 
 class FirstAsked:
-    """Where each question of a job comes first: sixteen bytes a question, in sorted runs that are merged as they grow.
+    """Where each question of a job comes first: 24 bytes a question, in sorted runs that are merged as they grow.
 
     Half a key stands for a whole one; whoever copies an answer compares the other half too.
     """
@@ -105,12 +105,11 @@ class FirstAsked:
     def __init__(self) -> None:
         self._runs: list[tuple[Numbers, Numbers]] = []
 
-    def add(self, chunk_index: int, asked: Sequence[tuple[int, str]]) -> pa.Table:
-        """Return the rows that ask what an earlier chunk asks (TWIN_SCHEMA), and remember the others."""
-        rows = np.array([row for row, _ in asked], np.int64)
-        whole_keys = np.array([bytes.fromhex(key) for _, key in asked], "V16")
-        keys = whole_keys.view(">u8")[::2].astype(np.uint64)
-        places = np.full((len(asked), 2), -1)
+    def add(self, chunk_index: int, asked: pa.RecordBatch) -> pa.Table:
+        """Return the rows (of ASKED_SCHEMA) that ask what an earlier chunk asks, and remember the others."""
+        rows = asked["row"].to_numpy()
+        keys = np.frombuffer(b"".join(asked["key"].to_pylist()), ">u8")[::2].astype(np.uint64)
+        places = np.full((len(rows), 2), -1)
         for run_keys, run_places in self._runs:
             at = np.minimum(np.searchsorted(run_keys, keys), len(run_keys) - 1)
             is_there = run_keys[at] == keys
@@ -120,9 +119,10 @@ class FirstAsked:
         if len(own_keys):
             own_rows = rows[~is_twin][first]
             self._append(own_keys, np.stack([np.full(len(own_rows), chunk_index), own_rows], axis=1))
-        whole = pa.array(whole_keys[is_twin].tolist(), KEY_TYPE)
-        columns = [pa.array(rows[is_twin]), whole, *map(pa.array, places[is_twin].T)]
-        return pa.Table.from_arrays(columns, schema=TWIN_SCHEMA)
+        twins = pa.table(asked.filter(pa.array(is_twin)))
+        for name, column in zip(("chunk", "first_row"), places[is_twin].T, strict=True):
+            twins = twins.append_column(name, pa.array(column))
+        return twins
 
     def _append(self, keys: Numbers, places: Numbers) -> None:
         while self._runs and len(self._runs[-1][0]) <= 2 * len(keys):

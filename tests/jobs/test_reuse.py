@@ -2,6 +2,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
@@ -12,7 +13,7 @@ from jobs.broker import broker_status
 from jobs.finish import try_finish
 from jobs.job import Job
 from jobs.results import run_rows
-from jobs.reuse import FirstAsked, read_known
+from jobs.reuse import ASKED_SCHEMA, FirstAsked, read_known
 from jobs.verify import verify
 from schemas.records import FinishReason, JobState, Request, RowStatus, Sampling, short_hash
 from tests.jobs.verbs import Machine
@@ -185,7 +186,9 @@ def test_rows_whose_twin_is_still_computed_wait(night: Night) -> None:
 def test_first_places_are_those_of_a_dictionary(chunks: list[list[int]]) -> None:
     asked, expected = FirstAsked(), dict[int, tuple[int, int]]()
     for index, keys in enumerate(chunks):
-        twins = asked.add(index, [(row, short_hash(str(key), digits=32)) for row, key in enumerate(keys)])
+        columns = {"row": range(len(keys)), "key": [bytes.fromhex(short_hash(str(key), digits=32)) for key in keys]}
+        (batch,) = pa.table(columns, ASKED_SCHEMA).to_batches() or [pa.RecordBatch.from_pylist([], ASKED_SCHEMA)]
+        twins = asked.add(index, batch)
         found = [(row["row"], row["chunk"], row["first_row"]) for row in twins.to_pylist()]
         assert found == [(row, *expected[key]) for row, key in enumerate(keys) if key in expected]
         expected = {key: (index, row) for row, key in reversed(list(enumerate(keys)))} | expected

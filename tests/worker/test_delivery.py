@@ -5,7 +5,7 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from jobs.reuse import copy_known_rows
+from jobs.planner import copy_known_rows
 from jobs.spill import open_spill
 from schemas.records import JobState, RowStatus
 from tests.worker.lab import Lab, until

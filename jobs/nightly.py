@@ -1,8 +1,7 @@
 """``python -m jobs.nightly NAME --date D``: run a schedule by hand; ``--list`` shows what runs when.
 
-Beat runs schedules when they are due. A slot is a schedule and a due time; its file in the jobs root is
-created once, with the job's whole spec in it: who comes second, or after a crash, starts the same job. Redis decides
-nothing.
+A slot is a schedule and a due time. Its file in the jobs root is created once, with the job's whole spec in it: beat,
+a second beat, or a person starts the same job, also after a crash. Redis decides nothing.
 """
 
 import re
@@ -71,6 +70,9 @@ class Beat:
             except NightmillError as error:
                 self._retry_at[schedule.name] = self._clock() + RETRY
                 log.error("slot_failed", schedule=schedule.name, reason=str(error), retry_s=RETRY.total_seconds())
+            except Exception:  # the others must run
+                self._retry_at[schedule.name] = self._clock() + RETRY
+                log.exception("slot_broke", schedule=schedule.name, retry_s=RETRY.total_seconds())
         now = self._clock()
         waits = [(next(schedule.due_after(now)) - now).total_seconds() for schedule in self._schedules.values()]
         return max(0.0, min([*waits, MAX_WAIT_S]))

@@ -108,14 +108,17 @@ class Schedule(BaseModel):
         """Return what the run of a due time asks for. Raises SettingsError, or what a file's reading raises."""
         day = due.astimezone(ZoneInfo(self.timezone)).date() - timedelta(days=self.days_back)
         locations = [self.input] if isinstance(self.input, str) else self.input
-        return submit.make_submission(
-            **_parse_options(self.name, self.options),
-            name=self.name,
-            inputs=tuple(_with_date(location, day) for location in locations),
-            output=None if self.output is None else _with_date(self.output, day),
-            priority=Priority.NIGHTLY,
-            slot=due.astimezone(UTC).isoformat(timespec="minutes"),
-        )
+        try:
+            return submit.make_submission(
+                **_parse_options(self.name, self.options),
+                name=self.name,
+                inputs=tuple(_with_date(location, day) for location in locations),
+                output=None if self.output is None else _with_date(self.output, day),
+                priority=Priority.NIGHTLY,
+                slot=due.astimezone(UTC).isoformat(timespec="minutes"),
+            )
+        except click.ClickException as error:
+            raise SettingsError(f"[{self.name}]: {error.format_message()}") from error
 
 
 def load_schedules(location: str) -> dict[str, Schedule]:

@@ -128,3 +128,9 @@ def test_days_are_those_of_the_time_zone() -> None:
     assert due.astimezone(ZoneInfo("America/New_York")).date() == date(2026, 7, 1)
     assert late.submission(due).inputs == ("x",)
     assert late.submission(due).sampling == Sampling()
+
+
+def test_a_value_out_of_range_is_an_error_of_its_schedule(load: Callable[[str], dict[str, Schedule]]) -> None:
+    found = load('[tickets]\ncron = "0 2 * * *"\ninput = "x"\ntop_p = 7')["tickets"]
+    with pytest.raises(SettingsError, match=r"\[tickets\].*top_p"):
+        found.submission(utc("2026-12-01T02:00"))

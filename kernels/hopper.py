@@ -71,10 +71,11 @@ class HopperKernels(TritonKernels):
     """Triton's operations, with those replaced that a library does faster; bfloat16 on compute capability 9.0."""
 
     name = "hopper"
+    min_heads = MIN_HEADS
 
     def __init__(self, device: torch.device, dtype: torch.dtype, libraries: Libraries, *, is_fp8: bool = False) -> None:
         super().__init__(device, dtype, is_fp8=is_fp8)
-        self._libraries = libraries
+        self.libraries = libraries
         self._schedule: tuple[AttentionBatch, bool, Schedule] | None = None  # of the last step, for all layers
 
     def attend_absorbed(
@@ -91,15 +92,15 @@ class HopperKernels(TritonKernels):
         """See TritonKernels.attend_absorbed."""
         num_rows, num_heads, _ = q.shape
         rank, size = up.keys.shape[2], cache.shape[3]
-        fits = (cache.shape[1], rank, size) == (PAGE_SIZE, LATENT_SIZE, QUERY_SIZE) and num_heads >= MIN_HEADS
-        if self._libraries.flash_mla is None or not fits:
+        fits = (cache.shape[1], rank, size) == (PAGE_SIZE, LATENT_SIZE, QUERY_SIZE) and num_heads >= self.min_heads
+        if self.libraries.flash_mla is None or not fits:
             super().attend_absorbed(q, q_rope, cache, batch, up, scale=scale, out=out)
             return
         query = q.new_empty(num_rows, 1, num_heads, size)
         torch.bmm(q.transpose(0, 1), up.keys, out=query[:, 0, :, :rank].transpose(0, 1))
         query[:, 0, :, rank:] = q_rope
         schedule = self._schedule_for(batch, num_rows)
-        attended, _ = self._libraries.flash_mla.flash_mla_with_kvcache(
+        attended, _ = self.libraries.flash_mla.flash_mla_with_kvcache(
             query, cache, schedule.block_table, schedule.seq_lens, rank, schedule.metadata, softmax_scale=scale
         )
         triton_mla.project_values(attended[:, 0].transpose(0, 1), up, out)
@@ -116,7 +117,7 @@ class HopperKernels(TritonKernels):
             return super().linear(x, packed)
         out = x.new_empty(len(x), len(packed.codes))
         if len(x):
-            self._libraries.deep_gemm.fp8_gemm_nt(triton_fp8.quantize_rows(x), (packed.codes, packed.scales), out)
+            self.libraries.deep_gemm.fp8_gemm_nt(triton_fp8.quantize_rows(x), (packed.codes, packed.scales), out)
         return out if packed.bias is None else out.add_(packed.bias)
 
     def pack_experts(self, gate_up: Tensor, down: Tensor) -> Any:
@@ -133,24 +134,24 @@ class HopperKernels(TritonKernels):
         """See Kernels.experts_mlp."""
         if isinstance(packed, Fp8Experts):
             is_small = experts.numel() <= MASKED_SHARE * len(packed.down.codes)
-            compute = self._experts_mlp_masked if is_small else self._experts_mlp_contiguous
+            compute = self.experts_mlp_masked if is_small else self.experts_mlp_contiguous
         elif self._takes_experts(packed) and experts.numel() >= CONTIGUOUS_SHARE * len(packed.down):
-            compute = self._experts_mlp_contiguous
+            compute = self.experts_mlp_contiguous
         else:
             compute = super().experts_mlp
         return compute(x, weights, experts, packed)
 
     def _has_fp8(self, depth: int) -> bool:
-        return self.is_fp8 and self._libraries.deep_gemm is not None and depth % FP8_DEPTH == 0
+        return self.is_fp8 and self.libraries.deep_gemm is not None and depth % FP8_DEPTH == 0
 
     def _takes_experts(self, packed: PackedExperts) -> bool:
         depths = packed.gate_up.shape[2], packed.down.shape[2]
-        is_taken = self._libraries.deep_gemm is not None and not packed.is_fp8
+        is_taken = self.libraries.deep_gemm is not None and not packed.is_fp8
         return is_taken and all(depth % 64 == 0 and depth >= CONTIGUOUS_SIZE for depth in depths)
 
-    def _experts_mlp_contiguous(self, x: Tensor, weights: Tensor, experts: Tensor, packed: Any) -> Tensor:
+    def experts_mlp_contiguous(self, x: Tensor, weights: Tensor, experts: Tensor, packed: Any) -> Tensor:
         """Runs of experts follow each other: for steps of many rows."""
-        deep_gemm, is_fp8 = self._libraries.deep_gemm, isinstance(packed, Fp8Experts)
+        deep_gemm, is_fp8 = self.libraries.deep_gemm, isinstance(packed, Fp8Experts)
         num_experts = len(packed.down.codes) if is_fp8 else len(packed.down)
         rows = triton_moe.sort_by_expert(experts, num_experts, CONTIGUOUS_ALIGNMENT)
         y = x.new_empty(len(rows.sources), x.shape[1])
@@ -168,9 +169,9 @@ class HopperKernels(TritonKernels):
             multiply(self.silu_mul(gate_up), packed.down, y, rows.experts)
         return triton_moe.combine(y, weights, rows)
 
-    def _experts_mlp_masked(self, x: Tensor, weights: Tensor, experts: Tensor, packed: Any) -> Tensor:
+    def experts_mlp_masked(self, x: Tensor, weights: Tensor, experts: Tensor, packed: Any) -> Tensor:
         """Each expert has room for all rows, of which it computes its own: for steps of few rows, recorded ones."""
-        deep_gemm, is_fp8 = self._libraries.deep_gemm, isinstance(packed, Fp8Experts)
+        deep_gemm, is_fp8 = self.libraries.deep_gemm, isinstance(packed, Fp8Experts)
         num_experts = len(packed.down.codes) if is_fp8 else len(packed.down)
         room = -(-len(x) // MASKED_ALIGNMENT) * MASKED_ALIGNMENT
         expected = -(-experts.numel() // num_experts)
@@ -197,7 +198,7 @@ class HopperKernels(TritonKernels):
         """Made by the first layer of a step; while a graph is recorded, inside it, so that replays make it anew."""
         is_recording = torch.cuda.is_current_stream_capturing()
         if self._schedule is None or self._schedule[0] is not batch or self._schedule[1] != is_recording:
-            metadata, _ = self._libraries.flash_mla.get_mla_metadata()
+            metadata, _ = self.libraries.flash_mla.get_mla_metadata()
             table, seq_lens = batch.block_table.int(), batch.seq_lens.int()
             if num_rows == batch.num_decodes:
                 table, seq_lens = table[:num_rows], seq_lens[:num_rows]

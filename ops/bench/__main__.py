@@ -95,6 +95,7 @@ def constraints(path: Path, output: Path | None, tokenizer: str, no_peers: bool)
 @click.option("--shape", type=click.Choice(list(SHAPES)), default="Qwen3-0.6B", show_default=True)
 @click.option("--workload", "workloads", type=click.Choice(WORKLOADS), multiple=True, default=WORKLOADS)
 @click.option("--repeats", default=3, show_default=True, type=click.IntRange(min=1))
+@click.option("--quantization", type=click.Choice(["none", "fp8"]), default="none", show_default=True)
 @click.option("--questions", default=DEFAULT_QUESTIONS, type=click.Path(path_type=Path), help="banking77.parquet.")
 @click.option("--tokenizer", type=click.Path(path_type=Path, exists=True), help="Default: the demo model's.")
 @click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="An engine setting, as JSON.")
@@ -134,6 +135,29 @@ def steps(shape: str, questions: Path, tokenizer: Path | None, commit: str | Non
     configure_logging("WARNING")
     for line in run_steps_bench(shape, questions, tokenizer, commit):
         click.echo(line)
+
+
+@main.command()
+@click.option("--commit", help="Recorded with the result where this machine has no checkout.")
+def kernels(commit: str | None) -> None:
+    """Each kernel backend at DeepSeek's sizes: against the GPU's limit, and against the reference's result."""
+    from ops.bench.kernels import run_kernels_bench
+
+    for line in run_kernels_bench(commit):
+        click.echo(line)
+
+
+@main.command("gpu-tests")
+@click.option("--commit", help="Recorded with the result where this machine has no checkout.")
+@click.option("--processes", default=1, show_default=True, type=click.IntRange(min=1), help="Of pytest-xdist.")
+def gpu_tests(commit: str | None, processes: int) -> None:
+    """All tests that need a GPU, and those of the kernels; exit code 1 if one fails."""
+    from ops.bench.gpu_tests import run_gpu_tests
+
+    outcome, lines = run_gpu_tests(processes, commit)
+    for line in lines:
+        click.echo(line)
+    sys.exit(1 if outcome.failed else 0)
 
 
 def _settings() -> Settings:

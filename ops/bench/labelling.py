@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 from engine.llm import LLM, SamplingParams
 from ops.bench.measurement import Run, summarise, write_result
@@ -36,6 +36,7 @@ class LabellingBench:
     tokenizer: Path | None  # directory with tokenizer.json; None: the demo model's
     repeats: int
     engine: dict[str, Any]
+    quantization: Literal["none", "fp8"] = "none"
 
 
 def run_labelling_bench(bench: LabellingBench, commit: str | None = None) -> list[str]:
@@ -46,9 +47,11 @@ def run_labelling_bench(bench: LabellingBench, commit: str | None = None) -> lis
         for name in bench.workloads:
             workload = load_workload(name, bench.questions)
             runs, result, kernels = _measure(bench, workload, directory, rates)
-            config = {"engine": bench.engine, "dtype": "bfloat16", "repeats": bench.repeats}
+            numbers = {"dtype": "bfloat16", "quantization": bench.quantization}
+            config = {"engine": bench.engine, **numbers, "repeats": bench.repeats}
             facts = {"results": [result], "kernels": kernels} | ({"commit": commit} if commit else {})
-            path = write_result(f"engine-{bench.shape}-{name}", config, runs, **facts)
+            suffix = "" if bench.quantization == "none" else f"-{bench.quantization}"
+            path = write_result(f"engine-{bench.shape}-{name}{suffix}", config, runs, **facts)
             lines.append(
                 f"{name:<10}{result['rows_per_s']:>10.1f}{result['output_tokens_per_s']:>14.1f}"
                 f"{runs[-1].seconds:>10.2f}{f'{runs[-1].num_valid}/{runs[-1].num_rows}':>14}  {path.name}"
@@ -63,7 +66,13 @@ def _measure(
     params = sampling_params(workload)
     runs: list[Run] = []
     for repeat in range(bench.repeats):
-        with LLM(str(directory), dtype="bfloat16", load_format="random", **bench.engine) as llm:
+        with LLM(
+            str(directory),
+            dtype="bfloat16",
+            quantization=bench.quantization,
+            load_format="random",
+            **bench.engine,
+        ) as llm:
             llm.generate(workload.prompts[:WARM_UP_ROWS], params[:WARM_UP_ROWS])
             start = time.perf_counter()
             done = llm.generate(workload.prompts, params)
@@ -80,7 +89,7 @@ def _measure(
         "num_cached_tokens": sum(completion.num_cached_tokens for completion in done),
         "finish_reasons": Counter(str(completion.finish_reason) for completion in done),
     }
-    if rates and not SHAPES[bench.shape].get("n_routed_experts"):
+    if rates and bench.quantization == "none":  # the rates are those of bfloat16
         is_free = workload.schema is None
         result["roofline"] = roofline(SHAPES[bench.shape], rates, rows, medians["seconds"], is_free=is_free)
     return runs, result, kernels

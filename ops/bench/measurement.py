@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).with_name("results")
-PACKAGES = ("torch", "transformers", "xgrammar", "llguidance", "pyarrow", "celery", "numpy")
+PACKAGES = ("torch", "transformers", "xgrammar", "llguidance", "pyarrow", "celery", "numpy", "triton")
+LIBRARIES = ("flashmla", "deepgemm", "deepep")  # DeepSeek's, as packaged by tokenspeed
 FORMAT_VERSION = 1
 
 
@@ -131,7 +132,7 @@ def num_cores() -> int:
 def versions() -> dict[str, str]:
     """Versions of Python, of this project and of the libraries under it."""
     found = {"python": platform.python_version()}
-    for package in ("nightmill", *PACKAGES):
+    for package in ("nightmill", *PACKAGES, *(f"tokenspeed-{library}" for library in LIBRARIES)):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

@@ -45,17 +45,18 @@ def _matmul_seconds(repeats: int) -> float:
     import torch
 
     left, right = (torch.randn(MATMUL_SIZE, MATMUL_SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    return _seconds(lambda: left @ right, repeats)
+    return seconds_of(lambda: left @ right, repeats)
 
 
 def _copy_seconds(repeats: int) -> float:
     import torch
 
     source, target = (torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2))
-    return _seconds(lambda: target.copy_(source), repeats)
+    return seconds_of(lambda: target.copy_(source), repeats)
 
 
-def _seconds(operation: Callable[[], Any], repeats: int) -> float:
+def seconds_of(operation: Callable[[], Any], repeats: int) -> float:
+    """Mean of so many calls that the GPU works through one after the other."""
     import torch
 
     for _ in range(3):
@@ -69,45 +70,74 @@ def _seconds(operation: Callable[[], Any], repeats: int) -> float:
 
 
 @dataclass(frozen=True)
-class DenseCosts:
-    """Work of a dense decoder: parameters that multiply every token, those of the head, and cache bytes of a token."""
+class Costs:
+    """Work of a decoder: its parameters by what reads them, and the cache bytes of a token."""
 
-    body_parameters: int
+    body_parameters: int  # multiply every token, and are read once a step
     head_parameters: int
-    attention_width: int  # query heads x head size x layers
+    attention_width: float  # half the multiplications of a row with a key that it sees, over heads and layers
     cache_bytes: int
+    expert_parameters: int = 0  # of one expert in each sparse layer
+    num_experts: int = 1
+    num_selected: int = 0  # experts of a token
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> "DenseCosts":
-        """From the config.json of a dense shape."""
-        hidden, layers, head = config["hidden_size"], config["num_hidden_layers"], config["head_dim"]
-        heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-        attention = hidden * head * (2 * heads + 2 * kv_heads)
+    def of(cls, config: Mapping[str, Any]) -> "Costs":
+        """From the config.json of a shape, dense or DeepSeek's."""
+        hidden, layers, heads = config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]
+        head_parameters = hidden * config["vocab_size"]
+        dense = 3 * hidden * config["intermediate_size"]
+        if "kv_lora_rank" not in config:
+            head, kv_heads = config["head_dim"], config["num_key_value_heads"]
+            attention = hidden * head * (2 * heads + 2 * kv_heads)
+            cache_bytes = 2 * BYTES * layers * kv_heads * head
+            return cls(layers * (attention + dense), head_parameters, layers * heads * head, cache_bytes)
+        rank, key, value = config["kv_lora_rank"], config["qk_nope_head_dim"], config["v_head_dim"]
+        rope, q_rank = config["qk_rope_head_dim"], config["q_lora_rank"]
+        query = heads * (key + rope)
+        to_query = hidden * query if q_rank is None else (hidden + query) * q_rank
+        attention = to_query + hidden * (rank + rope) + rank * heads * (key + value) + heads * value * hidden
+        num_dense, expert = config["first_k_dense_replace"], 3 * hidden * config["moe_intermediate_size"]
+        num_sparse = layers - num_dense
+        sparse = hidden * config["n_routed_experts"] + config["n_shared_experts"] * expert
         return cls(
-            body_parameters=layers * (attention + 3 * hidden * config["intermediate_size"]),
-            head_parameters=hidden * config["vocab_size"],
-            attention_width=layers * heads * head,
-            cache_bytes=2 * BYTES * layers * kv_heads * head,
+            body_parameters=layers * attention + num_dense * dense + num_sparse * sparse,
+            head_parameters=head_parameters,
+            attention_width=layers * heads * (key + rope + value) / 2,
+            cache_bytes=BYTES * layers * (rank + rope),
+            expert_parameters=num_sparse * expert,
+            num_experts=config["n_routed_experts"],
+            num_selected=config["num_experts_per_tok"],
         )
 
+    def token_parameters(self) -> int:
+        """Those that multiply one token, the head's left out."""
+        return self.body_parameters + self.num_selected * self.expert_parameters
 
-def prefill_seconds(costs: DenseCosts, rates: Rates, rows: Sequence[RowWork]) -> float:
+    def read_parameters(self, num_rows: int) -> float:
+        """Those that a step of so many rows reads, the head's left out, if rows pick experts independently."""
+        num_read = self.num_experts * (1 - (1 - self.num_selected / self.num_experts) ** num_rows)
+        return self.body_parameters + num_read * self.expert_parameters
+
+
+def prefill_seconds(costs: Costs, rates: Rates, rows: Sequence[RowWork]) -> float:
     """FLOPs of the prompt tokens that had to be computed, attention included, at the matmul rate."""
     flops = 0.0
     for row in rows:
         own = row.num_prompt - row.num_cached
         num_pairs = own * row.num_cached + own * (own + 1) / 2
-        flops += 2 * own * costs.body_parameters + 4 * costs.attention_width * num_pairs
+        flops += 2 * own * costs.token_parameters() + 4 * costs.attention_width * num_pairs
     return flops / rates.flops_per_s
 
 
-def decode_seconds(costs: DenseCosts, rates: Rates, rows: Sequence[RowWork]) -> float:
+def decode_seconds(costs: Costs, rates: Rates, rows: Sequence[RowWork]) -> float:
     """All rows decoding together, step by step: the larger of bytes (weights once, each row's cache) and FLOPs."""
     seconds = 0.0
     for step in range(1, max(row.num_output for row in rows)):  # the first token is the prefill's
         contexts = [row.num_prompt + step for row in rows if row.num_output > step]
-        parameters = costs.body_parameters + costs.head_parameters
-        num_bytes = BYTES * parameters + costs.cache_bytes * sum(contexts)
+        num_read = costs.read_parameters(len(contexts)) + costs.head_parameters
+        num_bytes = BYTES * num_read + costs.cache_bytes * sum(contexts)
+        parameters = costs.token_parameters() + costs.head_parameters
         flops = 2 * len(contexts) * parameters + 4 * costs.attention_width * sum(contexts)
         seconds += max(num_bytes / rates.bytes_per_s, flops / rates.flops_per_s)
     return seconds
@@ -115,7 +145,7 @@ def decode_seconds(costs: DenseCosts, rates: Rates, rows: Sequence[RowWork]) -> 
 
 def roofline(config: Mapping[str, Any], rates: Rates, rows: Sequence[RowWork], seconds: float, *, is_free: bool) -> Any:
     """The roofline line of a result. Decode steps count only for free text: constrained rows need fewer than tokens."""
-    costs = DenseCosts.of(config)
+    costs = Costs.of(config)
     prefill = prefill_seconds(costs, rates, rows)
     decode = decode_seconds(costs, rates, rows) if is_free else 0.0
     return {

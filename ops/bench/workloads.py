@@ -33,6 +33,27 @@ QWEN3 = {
     "vocab_size": 151936,
 }
 
+DEEPSEEK = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "moe_layer_freq": 1,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": None,
+    "rope_theta": 10000,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "v_head_dim": 128,
+}
+
 SHAPES: dict[str, dict[str, Any]] = {
     "Qwen3-0.6B": QWEN3
     | {
@@ -50,22 +71,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32,
         "tie_word_embeddings": False,
     },
-    "DeepSeek-V2-Lite": {
+    "DeepSeek-V2-Lite": DEEPSEEK
+    | {
         "architectures": ["DeepseekV2ForCausalLM"],
         "model_type": "deepseek_v2",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
         "first_k_dense_replace": 1,
-        "hidden_act": "silu",
         "hidden_size": 2048,
-        "initializer_range": 0.02,
         "intermediate_size": 10944,
-        "kv_lora_rank": 512,
-        "max_position_embeddings": 163840,
         "moe_intermediate_size": 1408,
-        "moe_layer_freq": 1,
         "n_group": 1,
         "n_routed_experts": 64,
         "n_shared_experts": 2,
@@ -75,23 +88,37 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 27,
         "num_key_value_heads": 16,
         "q_lora_rank": None,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000,
-        "rope_scaling": None,
         "routed_scaling_factor": 1.0,
         "scoring_func": "softmax",
-        "tie_word_embeddings": False,
         "topk_group": 1,
         "topk_method": "greedy",
-        "torch_dtype": "bfloat16",
-        "use_cache": True,
-        "v_head_dim": 128,
         "vocab_size": 102400,
     },
+    "DeepSeek-V3-slice": DEEPSEEK
+    | {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "first_k_dense_replace": 3,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "n_group": 8,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 9,
+        "num_key_value_heads": 128,
+        "q_lora_rank": 1536,
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+        "topk_group": 4,
+        "topk_method": "noaux_tc",
+        "vocab_size": 129280,
+    },
 }
-"""config.json of each shape; the weights are random, the tokenizer is SmolLM2's."""
+"""config.json of each shape; the weights are random, the tokenizer is SmolLM2's. The slice has 9 of V3's 61 layers."""
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ def test_deep_gemm_experts_equal_the_reference(num_rows: int, is_fp8: bool) -> N
     x, gate_up, down = x.bfloat16(), gate_up.bfloat16(), down.bfloat16()
     wanted = oracle.experts_mlp(x.float(), weights, experts, oracle.pack_experts(gate_up.float(), down.float()))
     packed = kernels.pack_experts(gate_up, down)
-    for compute in (kernels.experts_mlp, kernels._experts_mlp_contiguous, kernels._experts_mlp_masked):
+    for compute in (kernels.experts_mlp, kernels.experts_mlp_contiguous, kernels.experts_mlp_masked):
         error = relative_error(compute(x, weights, experts, packed), wanted)
         assert error < (FP8_TOLERANCE if is_fp8 else TOLERANCE), compute
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from ops.bench.roofline import DenseCosts, Rates, RowWork, decode_seconds, prefill_seconds, roofline
-from ops.bench.workloads import QWEN3
+from ops.bench.roofline import Costs, Rates, RowWork, decode_seconds, prefill_seconds, roofline
+from ops.bench.workloads import QWEN3, SHAPES
 
 CONFIG = QWEN3 | {
     "hidden_size": 64,
@@ -25,14 +25,31 @@ def test_parameters_and_cache_are_those_of_the_model() -> None:
         model = Qwen3ForCausalLM(Qwen3Config(**CONFIG))
     linears = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     head = linears.pop("lm_head")
-    costs = DenseCosts.of(CONFIG)
+    costs = Costs.of(CONFIG)
     assert costs.body_parameters == sum(module.weight.numel() for module in linears.values())
     assert costs.head_parameters == head.weight.numel()
     assert costs.cache_bytes == 3 * 2 * 2 * 16 * 2
 
 
+@pytest.mark.parametrize("shape", ["DeepSeek-V2-Lite", "DeepSeek-V3-slice"])
+def test_deepseeks_parameters_are_those_of_the_model(shape: str) -> None:
+    config = SHAPES[shape]
+    fields = {name: value for name, value in config.items() if name not in ("model_type", "architectures")}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **fields))
+    by_name = {name: each.numel() for name, each in model.named_parameters() if "norm" not in name}
+    head, embedding = by_name.pop("lm_head.weight"), by_name.pop("model.embed_tokens.weight")
+    routed = sum(count for name, count in by_name.items() if ".experts." in name)
+    costs = Costs.of(config)
+    assert costs.head_parameters == head == embedding
+    assert costs.expert_parameters * costs.num_experts == routed
+    assert costs.body_parameters == sum(by_name.values()) - routed
+    assert costs.read_parameters(1) == pytest.approx(costs.token_parameters())
+    assert costs.read_parameters(10_000) == pytest.approx(costs.body_parameters + routed)
+
+
 def test_bounds_equal_a_plain_count() -> None:
-    costs = DenseCosts.of(CONFIG)
+    costs = Costs.of(CONFIG)
     rows = [RowWork(10, 4, 3), RowWork(7, 0, 1)]
     pairs = sum(range(5, 11)) + sum(range(1, 8))  # keys that each own token sees
     wanted = 2 * (6 + 7) * costs.body_parameters + 4 * costs.attention_width * pairs
@@ -46,4 +63,4 @@ def test_constrained_rows_are_bound_by_their_prompts_alone() -> None:
     rows = [RowWork(10, 4, 3)]
     free, constrained = (roofline(CONFIG, RATES, rows, 2.0, is_free=is_free) for is_free in (True, False))
     assert constrained["decode_bound_s"] == 0.0 < free["decode_bound_s"]
-    assert constrained["share_of_bound"] == pytest.approx(prefill_seconds(DenseCosts.of(CONFIG), RATES, rows) / 2)
+    assert constrained["share_of_bound"] == pytest.approx(prefill_seconds(Costs.of(CONFIG), RATES, rows) / 2)

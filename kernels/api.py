@@ -156,6 +156,9 @@ class Kernels(Protocol):
     def linear(self, x: Tensor, packed: Any) -> Tensor:
         """``x`` [N, in] times the packed weight, transposed, plus its bias: [N, out] in x's dtype."""
 
+    def wide_linear(self, x: Tensor, packed: Any) -> Tensor:
+        """``linear`` in float32: the backend may leave the sums unrounded."""
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """``x`` / sqrt(mean(x^2) + eps) * ``weight`` over the last dimension, computed in fp32, in x's dtype."""
 

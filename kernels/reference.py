@@ -122,6 +122,10 @@ class ReferenceKernels:
             return torch.ops.mkldnn._linear_pointwise(x, packed.weight, packed.bias, "none", [], "")
         return functional.linear(x, packed.weight, packed.bias)
 
+    def wide_linear(self, x: Tensor, packed: PackedWeight) -> Tensor:
+        """See Kernels.wide_linear."""
+        return self.linear(x, packed).float()
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See Kernels.rms_norm."""
         return functional.rms_norm(x, (x.shape[-1],), weight, eps)

@@ -4,6 +4,8 @@ The reference is the oracle of each. Everything launched here is safe inside a C
 lengths are read on the device. Knows no schedules.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from kernels import triton_attention, triton_mla, triton_moe, triton_sampling
 from kernels.api import AttentionBatch, Gate, HeadNorms, SamplingBatch
-from kernels.reference import ReferenceKernels
+from kernels.reference import PackedWeight, ReferenceKernels
 from kernels.reference_fp8 import round_rows
 from kernels.reference_mla import UpProjection
 from kernels.reference_moe import PackedExperts
@@ -26,6 +28,7 @@ class TritonKernels(ReferenceKernels):
         self, device: torch.device | None = None, dtype: torch.dtype = torch.float32, *, is_fp8: bool = False
     ) -> None:
         super().__init__(device, dtype, is_fp8=is_fp8)
+        self._can_widen = _can_widen(device, dtype)
         self._expansion: tuple[AttentionBatch, triton_mla.Expansion | None] | None = None
 
     @property
@@ -42,6 +45,12 @@ class TritonKernels(ReferenceKernels):
     def decode_only(self) -> frozenset[str]:
         """See Kernels.decode_only."""
         return frozenset()
+
+    def wide_linear(self, x: Tensor, packed: Any) -> Tensor:
+        """See Kernels.wide_linear."""
+        if self._can_widen and isinstance(packed, PackedWeight) and packed.bias is None and not packed.is_fp8:
+            return torch.mm(x, packed.weight.t(), out_dtype=torch.float32)
+        return super().wide_linear(x, packed)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See Kernels.rms_norm; x [N, width] or [N, heads, width] may be a view with a contiguous last dimension."""
@@ -167,6 +176,18 @@ class TritonKernels(ReferenceKernels):
         if batch.top_k is not None or batch.top_p is not None:
             return super().sample(logits, batch)
         return triton_sampling.sample(logits, batch)
+
+
+def _can_widen(device: torch.device | None, dtype: torch.dtype) -> bool:
+    """Whether torch multiplies matrices of that dtype into one of float32: it does on CUDA, in recent versions."""
+    if device is None or device.type != "cuda" or dtype == torch.float32:
+        return False
+    x = torch.zeros(16, 16, device=device, dtype=dtype)
+    try:
+        torch.mm(x, x, out_dtype=torch.float32)
+    except (RuntimeError, TypeError):
+        return False
+    return True
 
 
 @triton.jit

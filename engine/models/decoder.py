@@ -132,10 +132,10 @@ class Decoder:
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         """See Model.logits."""
-        logits = self._kernels.linear(hidden, self._head)
+        logits = self._kernels.wide_linear(hidden, self._head)
         if self._head_is_divided:
             logits = torch.cat(self._tensor.stack(logits).unbind(), dim=-1)
-        return logits.float()
+        return logits
 
 
 def _rows_with_logits(rows: Rows, batch: StepBatch) -> Rows:

@@ -58,6 +58,19 @@ def test_norms_equal_the_reference_on_views_too(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_wide_products_are_in_float32(dtype: torch.dtype) -> None:
+    x, weight = draw(5, 64, seed=1).to(dtype), draw(48, 64, seed=2).to(dtype)
+    for bias in (None, draw(48, seed=3).to(dtype)):
+        kernels, reference = TritonKernels(DEVICE, dtype), ReferenceKernels(DEVICE)
+        got = kernels.wide_linear(x, kernels.pack_weight(weight, bias))
+        wanted = reference.linear(
+            x.float(), reference.pack_weight(weight.float(), None if bias is None else bias.float())
+        )
+        assert got.dtype == torch.float32
+        assert relative_error(got, wanted) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_rotary_and_swiglu_equal_the_reference(dtype: torch.dtype) -> None:
     fused, angles = draw(7, (5 + 2) * 32, seed=3), draw(7, 16, seed=4).repeat(1, 2)
 

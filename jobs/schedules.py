@@ -3,6 +3,7 @@
 A table has a cron line and a time zone, an input, and any option of ``python -m jobs.submit`` under its own name.
 """
 
+import inspect
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -21,8 +22,8 @@ from jobs.store import stat_input
 from schemas.errors import InputDataError, SettingsError
 from schemas.records import Priority
 
-SETTLED = frozenset(("name", "inputs", "output", "wait", "dry_run", "as_json", "priority"))
-"""Parameters of jobs.submit that are settled by the schedule itself; those of the machine are Settings."""
+SETTLED = frozenset(("name", "inputs", "output", "priority"))
+"""Parameters of jobs.submit that the schedule settles itself."""
 
 DATE = re.compile(r"\{date(?::([^{}]+))?\}")
 LOOK_BACK = timedelta(hours=3)  # more than any clock was ever put back
@@ -151,24 +152,34 @@ def _make_schedule(location: str, name: str, table: Any) -> Schedule:
 
 
 def _parse_options(where: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn a table's options into the parameters of jobs.submit, checked as on the command line."""
+    """Turn a table's options into the parameters of make_submission, checked as on the command line."""
     arguments = ["-"]  # the inputs, which the command line demands
     for key, value in options.items():
-        flag = f"--{key.replace('_', '-')}"
         if isinstance(value, bool):
-            arguments.append(flag if value else f"--no-{flag[2:]}")
+            arguments.append(_flag(key if value else f"no-{key}"))
         else:
             for each in value if isinstance(value, list) else [value]:
-                arguments += [flag, str(each)]
+                arguments += [_flag(key), str(each)]
     try:
         parameters = dict(submit.main.make_context("submit", arguments).params)
     except click.ClickException as error:
         raise SettingsError(f"{where}: {error.format_message()}") from error
-    settings = {parameter.name for parameter in SETTINGS_OPTIONS}
-    of_machine = [key for key in options if key.replace("-", "_") in settings | SETTLED]
-    if of_machine:
-        raise SettingsError(f"{where}: {', '.join(of_machine)} cannot be set for a schedule")
-    return {name: value for name, value in parameters.items() if name not in settings | SETTLED}
+    outside = _outside_parameters()
+    names = {flag: option.name for option in submit.main.params for flag in (*option.opts, *option.secondary_opts)}
+    if refused := [key for key in options if names.get(_flag(key)) in outside]:
+        raise SettingsError(f"{where}: {', '.join(refused)} cannot be set for a schedule")
+    return {name: value for name, value in parameters.items() if name not in outside}
+
+
+def _flag(key: str) -> str:
+    return f"--{key.replace('_', '-')}"
+
+
+def _outside_parameters() -> set[str]:
+    """Parameters of jobs.submit that are about the command or the machine, and those that are settled."""
+    assert submit.main.callback is not None
+    of_command = inspect.signature(submit.main.callback).parameters.keys()
+    return {*of_command, *(str(option.name) for option in SETTINGS_OPTIONS), *SETTLED}
 
 
 def _with_date(location: str, day: date) -> str:

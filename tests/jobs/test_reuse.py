@@ -5,7 +5,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jobs import api
@@ -182,6 +182,7 @@ def test_rows_whose_twin_is_still_computed_wait(night: Night) -> None:
     assert (known.waiting, known.statuses) == (frozenset(), dict.fromkeys((4, 5, 7), RowStatus.OK))
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, 40), max_size=30), max_size=20))
 def test_first_places_are_those_of_a_dictionary(chunks: list[list[int]]) -> None:
     asked, expected = FirstAsked(), dict[int, tuple[int, int]]()

@@ -5,7 +5,7 @@ from pathlib import Path
 from zoneinfo import ZoneInfo
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jobs.schedules import Schedule, load_schedules
@@ -70,6 +70,7 @@ def test_a_table_says_what_the_submit_of_its_day_would(load: Callable[[str], dic
         ('name = "x"', "name cannot be set"),
         ("jobs_root = '/x'", "jobs_root cannot be set"),
         ("dry_run = true", "dry_run cannot be set"),
+        ("json = true", "json cannot be set"),
     ],
 )
 def test_a_wrong_line_is_named_with_its_table(load: Callable[[str], dict[str, Schedule]], line: str, told: str) -> None:
@@ -112,6 +113,7 @@ CRONS = ["30 2 * * *", "0 * * * *", "*/20 * * * *", "15 1-3 * * *", "0 3 1 * *",
 ZONES = ["UTC", "Europe/Berlin", "America/New_York", "Australia/Lord_Howe", "America/Sao_Paulo", "Asia/Kathmandu"]
 
 
+@settings(deadline=None)
 @given(st.sampled_from(CRONS), st.sampled_from(ZONES), st.datetimes(datetime(2026, 1, 1), datetime(2026, 12, 31)))
 def test_the_last_due_time_is_the_last_of_those_counted_from_long_before(
     cron: str, zone: str, moment: datetime

@@ -26,8 +26,11 @@ from kernels.triton_dense import TritonKernels
 PAGE_SIZE, LATENT_SIZE, QUERY_SIZE = 64, 512, 576  # what FlashMLA's dense decode is built for
 CONTIGUOUS_ALIGNMENT = 128  # rows of an expert in DeepGEMM's contiguous layout
 MASKED_ALIGNMENT = 128  # no tile of one expert reaches into the next one's rows
-MASKED_SHARE = 96
-"""Pairs an expert, on average, up to which the masked layout is used: it computes fewer rows of padding."""
+MASKED_SHARE, MASKED_ROWS = 96, 512
+"""Pairs an expert, on average, and rows up to which the masked layout is used: it computes fewer rows of padding.
+
+Its memory is that of all rows for each expert: 3 GB for 512 rows of DeepSeek-V3.
+"""
 CONTIGUOUS_SHARE, CONTIGUOUS_SIZE = 256, 2048
 """From so many pairs an expert on, of experts so large in both sizes, DeepGEMM is used in bfloat16 too.
 
@@ -133,7 +136,7 @@ class HopperKernels(TritonKernels):
     def experts_mlp(self, x: Tensor, weights: Tensor, experts: Tensor, packed: Any) -> Tensor:
         """See Kernels.experts_mlp."""
         if isinstance(packed, Fp8Experts):
-            is_small = experts.numel() <= MASKED_SHARE * len(packed.down.codes)
+            is_small = len(x) <= MASKED_ROWS and experts.numel() <= MASKED_SHARE * len(packed.down.codes)
             compute = self.experts_mlp_masked if is_small else self.experts_mlp_contiguous
         elif self._takes_experts(packed) and experts.numel() >= CONTIGUOUS_SHARE * len(packed.down):
             compute = self.experts_mlp_contiguous

@@ -50,7 +50,8 @@ def run_pytest(arguments: Sequence[str], directory: Path, outcome: Outcome) -> N
     """Add what pytest's report says of each test; a run without a report is a failure of its own."""
     with TemporaryDirectory() as name:
         report = Path(name) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *arguments]
+        flags = ["-q", "-p", "no:cacheprovider", "-W", "ignore"]  # a GPU machine's own libraries may warn
+        command = [sys.executable, "-m", "pytest", *flags, f"--junitxml={report}", *arguments]
         done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
         if not report.is_file():
             outcome.failed[" ".join(arguments)] = (done.stderr or done.stdout).strip()[-500:]

@@ -175,7 +175,7 @@ def decode_batch(lens: Sequence[int], device: torch.device) -> AttentionBatch:
         query_starts=torch.arange(len(lens) + 1, device=device),
         positions=positions.to(device),
         query_lens=(1,) * len(lens),
-        host_seq_lens=(),  # as in a recorded step
+        host_seq_lens=tuple(lens),
         num_decodes=len(lens),
     )
 

@@ -23,12 +23,12 @@ OUTPUT_MEMORY = 0.99  # of the running mean of output lengths, for each request
 
 @dataclass(frozen=True)
 class Load:
-    """What a request brings; prefixes are (bytes, hash), the shortest first."""
+    """What a request brings, nothing where one replica takes all; prefixes are (bytes, hash), the shortest first."""
 
-    num_bytes: int
-    max_tokens: int
-    is_exact: bool  # nothing ends the output before ``max_tokens``
-    prefixes: tuple[tuple[int, int], ...]
+    num_bytes: int = 0
+    max_tokens: int = 0
+    is_exact: bool = True  # nothing ends the output before ``max_tokens``
+    prefixes: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def of(cls, request: Request) -> Load:

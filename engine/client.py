@@ -150,7 +150,8 @@ class EngineClient:
             constraint_frame = self._pack_constraint(constraint) if constraint else b""
         except (EngineError, UnicodeEncodeError) as error:
             return _resolved(error_completion(request.request_id, f"request cannot be sent: {error}"))
-        tracked = Tracked(order, request.request_id, frame, Load.of(request), request.constraint_key, constraint_frame)
+        load = Load.of(request) if self._topology.data > 1 else Load()
+        tracked = Tracked(order, request.request_id, frame, load, request.constraint_key, constraint_frame)
         tracked.future.set_running_or_notify_cancel()  # only ``cancel`` ends it early
         with self._changed:
             if self._supervisor is None:

@@ -217,7 +217,7 @@ class Engine:
     def _launch(self) -> Launched | None:
         """Plan the next step and launch it: forward and draw. None if no sequence is ready."""
         plan = self._scheduler.plan()
-        if not plan.runs and self._in_flight:  # all wait for what was drawn
+        if self._in_flight and (not plan.runs or self._holds_up_others(self._in_flight)):
             self._collect(self._in_flight)
             self._in_flight = None
             plan = self._scheduler.plan()
@@ -245,6 +245,13 @@ class Engine:
             sequence.draw_row = row
             sequence.num_in_flight += 1
         return Launched(sequences, draw, branches)
+
+    def _holds_up_others(self, launched: Launched) -> bool:
+        """Whether rows must wait for what was drawn while ranks that share experts step: then all rows wait for it.
+
+        Else two halves of the rows would take turns, in a rhythm of their own on each rank, at the price of full steps.
+        """
+        return self._replica.is_awake and any(sequence.matcher for sequence in launched.sequences)
 
     def _collect(self, launched: Launched) -> None:
         """Read what a step drew and end what is done; a row that ended meanwhile is dropped."""

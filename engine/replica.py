@@ -128,10 +128,12 @@ class Replica:
 
     def _agree(self, layout: Mapping[str, np.ndarray] | None, *, is_busy: bool) -> StepSize:
         """The size of the next step over all leaders."""
-        own = size_of(self._part(layout)) if layout else StepSize(0, 0, is_decode=True)
+        own, is_decode = StepSize(0, 0, is_decode=True), True
+        if layout:
+            own, is_decode = size_of(self._part(layout)), size_of(layout).is_decode  # a part may look like decodes
         heard = self._num_heard
         rows, logits_rows, is_mixed, busy, newest, oldest = self._ranks.lockstep.largest(
-            [own.rows, own.logits_rows, not own.is_decode, is_busy, heard, -heard]
+            [own.rows, own.logits_rows, not is_decode, is_busy, heard, -heard]
         )
         self.is_awake = self._ranks.lockstep.size > 1 and bool(busy or newest != -oldest)
         return StepSize(rows, max(1, logits_rows), not is_mixed)  # a mirrored step has one on each rank
@@ -142,7 +144,7 @@ class Replica:
             drawn = drawn if (layout["sources"] >= 0).any() else None
             num_drawn = 0 if drawn is None else len(drawn)
             order = np.array([num_drawn, size.rows, size.logits_rows, size.is_decode], np.int64)
-            replica.send_arrays({**layout, "order": order})
+            replica.send_arrays({name: order if name == "order" else layout[name] for name in NUM_DIMS})
             if drawn is not None:
                 replica.send(drawn)
         return self._run(layout, size, drawn)

@@ -10,9 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from engine.batch import StepSize
+from engine.dist import Group, Ranks
 from engine.loop import Engine, load_parts
+from engine.replica import Replica
+from engine.topology import Topology
+from engine.types import Run
 from schemas.model_files import model_ref
 from schemas.settings import EngineSettings
+from tests.engine.fakes import make_sequence
 from tests.engine.test_parity import random_prompts
 from tests.engine.two_ranks import serve
 from tests.tiny_models import VOCAB_SIZE, write_tiny_model
@@ -120,3 +126,33 @@ def test_two_gpus_give_the_greedy_tokens_of_one(models: dict[str, str], tmp_path
     for case in tokens.values():
         case.pop("moves", None)
     assert tokens == {name: run_one_rank(models[family], "cuda") for name, (family, _) in CASES.items()}
+
+
+class RecordingRunner:
+    """Keeps what it is told to run."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[Any, StepSize]] = []
+
+    def run(self, arrays: Any, size: StepSize, drawn: torch.Tensor | None = None) -> torch.Tensor:
+        """See Runner.run."""
+        self.steps.append((arrays, size))
+        return torch.empty(0)
+
+
+def test_a_part_of_a_prefill_is_no_decode_even_with_one_row_a_run() -> None:
+    context = Group()
+    context.size = 2
+    runner = RecordingRunner()
+    replica = Replica(runner, Ranks(Topology(context=2), context=context), 8, 4)  # type: ignore[arg-type]
+    sequence = make_sequence([5, 6])
+    sequence.block_ids.append(3)
+    replica.run([Run(sequence, 0, 2, True)])
+    ((arrays, size),) = runner.steps
+    assert len(arrays["input_ids"]) == len(arrays["seq_lens"]) == 1
+    assert (size.rows, size.is_decode) == (1, False)
+    sequence.token_ids.append(7)
+    replica.run([Run(sequence, 2, 1, True)])
+    assert runner.steps[1][1] == StepSize(1, 1, True)

@@ -140,6 +140,7 @@ def prepare_spec(
     *,
     output: str | None = None,
     chunk_rows: int | None = None,
+    thresholds: Thresholds | None = None,
     **others: Any,
 ) -> Prepared:
     """Check and plan a spec whose inputs were scanned; ``others`` are fields of Prepared that it does not decide."""
@@ -153,6 +154,7 @@ def prepare_spec(
         spec.limit,
         row_bytes=inputs.row_bytes,
         chunk_bytes=settings.jobs.chunk_bytes,
+        canary_rows=None if thresholds is None else thresholds.canary_rows,
     )
     return Prepared(
         spec=spec,
@@ -161,6 +163,7 @@ def prepare_spec(
         example=_build_example(builder, spec, inputs.schema, chunks),
         label_type=label_column(spec).type,
         output=output,
+        thresholds=thresholds,
         **others,
     )
 

@@ -15,6 +15,7 @@ from jobs.cli import echo_json, verb
 from jobs.job import JOB_FILE, JOB_NAME, PARTS, PLAN_FILE, Job
 from jobs.ledger import LEDGER
 from jobs.progress import format_bytes
+from jobs.rehearsal import SAMPLE_FILE, SAMPLES
 from jobs.store import Store, exists, open_store
 from schemas.errors import JobError, NightmillError
 from schemas.settings import Settings
@@ -68,6 +69,10 @@ def _find_names(store: Store, min_age_s: float, num_kept: int) -> Iterator[tuple
         if (ended_s := job.ended_s()) is not None:
             ended[job.spec.name].append((ended_s, job_id, job.state()))
     yield from _find_scopes(store, min_age_s)
+    for name in store.list(SAMPLES):
+        entry = store.stat(f"{SAMPLES}/{name}/{SAMPLE_FILE}")
+        if entry is not None and _is_old(entry.modified_s, DAY_S):
+            yield f"{SAMPLES}/{name}", "a dry run was interrupted"
     for jobs in ended.values():
         for ended_s, job_id, state in sorted(jobs, reverse=True)[num_kept:]:
             if _is_old(ended_s, min_age_s):

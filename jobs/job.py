@@ -212,9 +212,15 @@ class Job:
         return self._indices(PARKED)
 
     def pending(self) -> tuple[int, ...]:
-        """Return the chunks that have neither part nor parked part, in order."""
+        """Return the chunks that have neither part nor parked part, in order; of a job with a canary that first."""
         committed = self.committed()
+        if self.chunks and 0 not in committed and self.has_canary():
+            return (0,)
         return tuple(chunk.index for chunk in self.chunks if chunk.index not in committed)
+
+    def has_canary(self) -> bool:
+        """Say whether the first chunk must be committed, and found good enough, before the others begin."""
+        return self.thresholds is not None and self.thresholds.canary_rows is not None and not self.is_unlimited()
 
     def is_committed(self, index: int) -> bool:
         """Say whether the chunk has a part or a parked part."""

@@ -29,11 +29,12 @@ def make_chunks(
     *,
     row_bytes: Sequence[int] | None = None,
     chunk_bytes: int = 0,
+    canary_rows: int | None = None,
 ) -> tuple[Chunk, ...]:
     """Cut the first ``limit`` rows of the inputs into chunks of ``chunk_rows`` rows; none spans two files.
 
     With ``row_bytes``, the mean size of each input's rows, a chunk has fewer rows where they would exceed
-    ``chunk_bytes``.
+    ``chunk_bytes``. With ``canary_rows``, the first chunk has so many, or the first file's if that has fewer.
     """
     if chunk_rows < 1 or (limit is not None and limit < 1):
         raise InputDataError(f"chunk_rows ({chunk_rows}) and limit ({limit}) must be at least 1")
@@ -43,9 +44,11 @@ def make_chunks(
         end = min(file.num_rows, rows_left)
         rows_left -= end
         step = chunk_rows if row_bytes is None else min(chunk_rows, chunk_bytes // max(1, row_bytes[input_index])) or 1
-        for start in range(0, end, step):
-            num_rows = min(step, end - start)
+        start = 0
+        while start < end:
+            num_rows = min(step if chunks or canary_rows is None else canary_rows, end - start)
             chunks.append(Chunk(index=len(chunks), input_index=input_index, start_row=start, num_rows=num_rows))
+            start += num_rows
     return tuple(chunks)
 
 

@@ -24,7 +24,7 @@ from schemas.errors import JobError
 from schemas.records import JobState
 from schemas.settings import Settings
 
-SAMPLES = "_samples"  # in the jobs root
+SAMPLES, SAMPLE_FILE = "_samples", "rows.parquet"  # directories in the jobs root, each with one file
 NUM_CHUNKS = 8
 NUM_READ_PER_ROW = 4  # rows that are looked at for each one that is run
 BASE_SPREAD = 0.15
@@ -37,11 +37,11 @@ def rehearse(prepared: api.Prepared, settings: Settings, num_rows: int, reporter
     Raises JobError if the sample does not run to its end, and whatever a submit raises.
     """
     root = open_store(settings.jobs_root)
-    key = f"{SAMPLES}/{uuid.uuid4().hex}.parquet"
-    root.create(key, _sample_file(prepared, settings, num_rows))
+    directory = root.within(SAMPLES).within(uuid.uuid4().hex)
+    directory.create(SAMPLE_FILE, _sample_file(prepared, settings, num_rows))
     job: Job | None = None
     try:
-        inputs = scan_inputs([root.locate(key)])
+        inputs = scan_inputs([directory.locate(SAMPLE_FILE)])
         spec = msgspec.structs.replace(
             prepared.spec, name="sample", inputs=inputs.files, limit=None, refresh=True, slot=None
         )
@@ -56,7 +56,7 @@ def rehearse(prepared: api.Prepared, settings: Settings, num_rows: int, reporter
         if job is not None:
             job.cancel()
             job.store.remove()
-        root.delete(key)
+        directory.remove()
 
 
 def _sample_file(prepared: api.Prepared, settings: Settings, num_rows: int) -> bytes:

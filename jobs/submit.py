@@ -157,6 +157,13 @@ def _split_choices(values: Sequence[str]) -> list[str]:
     "--abort", "limits", multiple=True, metavar="STATUS=SHARE", help="Stop the job beyond it: invalid=2%; repeatable."
 )
 @click.option("--abort-min-rows", type=click.IntRange(1), metavar="ROWS", help="Look from so many rows on.  [200]")
+@click.option(
+    "--canary",
+    "canary_rows",
+    type=click.IntRange(1),
+    metavar="ROWS",
+    help="Run so many rows first; go on only within --abort.  [limits: invalid=10%, truncated=10%]",
+)
 @click.option("--wait/--no-wait", "wait", default=None, help="[default: wait, unless a broker is configured]")
 @click.option("--dry-run", is_flag=True, help="Show what would be done and how long it would take; do nothing.")
 @click.option(
@@ -204,6 +211,7 @@ def make_submission(
     calibration: str | None,
     limits: tuple[str, ...],
     abort_min_rows: int | None,
+    canary_rows: int | None,
     **options: Any,
 ) -> "Submission":
     """The submission that the options of the command line ask for, files read. Raises NightmillError."""
@@ -218,7 +226,7 @@ def make_submission(
         sampling=_pop_sampling(options),
         retry=RetryPolicy(max_attempts=max_attempts),
         calibration={} if calibration is None else load_calibration(calibration),
-        thresholds=parse_thresholds(limits, abort_min_rows),
+        thresholds=parse_thresholds(limits, abort_min_rows, canary_rows),
         **options,
     )
 

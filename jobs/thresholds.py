@@ -8,6 +8,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from schemas.errors import InputDataError
 from schemas.records import Record, RowStatus
 
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from jobs.job import Job
 
 LIMITED = tuple(status for status in RowStatus if status not in (RowStatus.OK, RowStatus.CLOSED, RowStatus.SKIPPED))
+CANARY_LIMITS = {RowStatus.INVALID: 0.1, RowStatus.TRUNCATED: 0.1}
 MAX_WATCHED_JOBS = 8
 
 
@@ -23,6 +26,7 @@ class Thresholds(Record):
 
     max_share: dict[RowStatus, float]
     min_rows: int = 200
+    canary_rows: int | None = None  # of the first chunk, which is judged alone before the others begin
 
     def __post_init__(self) -> None:
         checks = {
@@ -34,9 +38,14 @@ class Thresholds(Record):
             raise ValueError("; ".join(failed))
 
 
-def parse_thresholds(limits: Iterable[str], min_rows: int | None = None) -> Thresholds | None:
-    """Read ``invalid=2%`` or ``invalid=0.02``; None if there are no limits. Raises InputDataError."""
-    shares: dict[RowStatus, float] = {}
+def parse_thresholds(
+    limits: Iterable[str], min_rows: int | None = None, canary_rows: int | None = None
+) -> Thresholds | None:
+    """Read ``invalid=2%`` or ``invalid=0.02``; None if there are no limits. A canary has some of its own.
+
+    Raises InputDataError.
+    """
+    shares: dict[RowStatus, float] = {} if canary_rows is None else dict(CANARY_LIMITS)
     for limit in limits:
         status, _, share = limit.partition("=")
         try:
@@ -45,7 +54,7 @@ def parse_thresholds(limits: Iterable[str], min_rows: int | None = None) -> Thre
             raise InputDataError(f"{limit!r} is no limit: write STATUS=SHARE, such as invalid=2% ({error})") from error
     try:
         options = {} if min_rows is None else {"min_rows": min_rows}
-        return Thresholds(max_share=shares, **options) if shares else None
+        return Thresholds(max_share=shares, canary_rows=canary_rows, **options) if shares else None
     except ValueError as error:
         raise InputDataError(f"the limits {', '.join(limits)} cannot be used: {error}") from error
 
@@ -70,7 +79,10 @@ class Watch:
         self._lock = threading.Lock()
 
     def find_breach(self, job: "Job", running: Mapping[RowStatus, int] | None = None) -> str | None:
-        """Say which of its limits the job is beyond: with the rows committed, and those of a ``running`` chunk."""
+        """Say which of its limits the job is beyond: with the rows committed, and those of a ``running`` chunk.
+
+        A canary that is committed is judged by the rows it has.
+        """
         if job.thresholds is None or job.is_unlimited():
             return None
         key = (job.job_id, job.created)
@@ -79,4 +91,7 @@ class Watch:
             self._jobs.move_to_end(key)
             while len(self._jobs) > MAX_WATCHED_JOBS:
                 self._jobs.popitem(last=False)
-        return find_breach(job.thresholds, Counter(watched.counts()) + Counter(running), watched.num_copied())
+        thresholds = job.thresholds
+        if thresholds.canary_rows is not None and running is None:
+            thresholds = msgspec.structs.replace(thresholds, min_rows=1)
+        return find_breach(thresholds, Counter(watched.counts()) + Counter(running), watched.num_copied())

@@ -27,7 +27,16 @@ from jobs.report import ensure_report
 from jobs.results import run_rows
 from jobs.reuse import Known, read_known
 from jobs.spill import open_spill
-from schemas.errors import EngineError, InputDataError, Interrupted, JobError, JobNotFound, NotFound, StoreError
+from schemas.errors import (
+    BrokerError,
+    EngineError,
+    InputDataError,
+    Interrupted,
+    JobError,
+    JobNotFound,
+    NotFound,
+    StoreError,
+)
 from schemas.records import Chunk, Completion, Constraint, Request, RowResult, RowStatus
 from worker.pool import Slot, current_slot
 
@@ -91,8 +100,18 @@ def _receive(app: Any, slot: Slot, job_id: str, index: int) -> None:
                 job.unfail()  # here is an engine that runs
             if not ChunkRun(app, slot, job, job.chunks[index]).run():
                 return
+        if index == 0 and job.has_canary() and not job.is_stopped():
+            _go_on(app, job)
     _finish(app, job)
     app.on_hop("finished")
+
+
+def _go_on(app: Any, job: Job) -> None:
+    """The canary was good enough: queue the other chunks. If that fails, waiting verbs and idle workers do it."""
+    try:
+        app.job_queue.reconcile(job)
+    except BrokerError as error:
+        log.warning("chunks_not_queued", reason=str(error))
 
 
 def _finish(app: Any, job: Job) -> None:

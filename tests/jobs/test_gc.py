@@ -69,6 +69,16 @@ def test_labels_that_no_job_has_asked_for_in_a_while_can_go_and_used_ones_stay(t
     assert [bool(Ledger(store, job.spec)) for job in jobs] == [False, True]
 
 
+def test_the_sample_of_an_interrupted_dry_run_goes_after_a_day(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path / "jobs"))
+    store.create("_samples/abc/rows.parquet", b"")
+    assert find_garbage(store, min_age_s=0, num_kept=0) == []
+    age(str(tmp_path / "jobs"), 2)
+    (garbage,) = find_garbage(store, min_age_s=30 * DAY_S, num_kept=2)
+    assert collect(store, garbage, min_age_s=30 * DAY_S)
+    assert not (tmp_path / "jobs" / "_samples" / "abc").exists()
+
+
 def test_a_job_that_came_back_to_life_is_not_removed(tmp_path: Path) -> None:
     job, store = make_job(tmp_path), open_store(str(tmp_path / "jobs"))
     job.cancel()

@@ -85,3 +85,17 @@ def test_a_plan_of_another_job_a_newer_version_or_half_a_file_is_refused() -> No
         message = refusal(job_id, content)
         assert message.startswith(f"/jobs/job-1/plan.parquet {why}")
         assert message.endswith(cure)
+
+
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=4), st.integers(1, 9), st.integers(1, 40))
+def test_a_canary_is_the_first_chunk_and_no_row_is_lost_or_doubled_by_it(
+    files: list[int], chunk_rows: int, canary_rows: int
+) -> None:
+    inputs = [InputFile(uri=str(i), size_bytes=1, modified="", num_rows=n) for i, n in enumerate(files)]
+    chunks = make_chunks(inputs, chunk_rows, canary_rows=canary_rows)
+    rows = [(c.input_index, c.start_row + i) for c in chunks for i in range(c.num_rows)]
+    assert rows == [(index, row) for index, n in enumerate(files) for row in range(n)]
+    assert [c.index for c in chunks] == list(range(len(chunks)))
+    assert all(c.num_rows <= chunk_rows for c in chunks[1:])
+    first = next((n for n in files if n), 0)
+    assert [c.num_rows for c in chunks[:1]] == ([min(canary_rows, first)] if first else [])

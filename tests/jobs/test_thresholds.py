@@ -37,6 +37,28 @@ def test_rows_that_nobody_asked_do_not_dilute_a_share() -> None:
     assert find_breach(TWO_PERCENT, counts, num_copied=1000) is not None
 
 
+def test_a_canary_has_limits_of_its_own_that_can_be_replaced() -> None:
+    plain = parse_thresholds([], canary_rows=50)
+    assert plain is not None
+    assert (plain.canary_rows, plain.max_share) == (50, {RowStatus.INVALID: 0.1, RowStatus.TRUNCATED: 0.1})
+    strict = parse_thresholds(["invalid=0"], canary_rows=50)
+    assert strict is not None
+    assert strict.max_share == {RowStatus.INVALID: 0.0, RowStatus.TRUNCATED: 0.1}
+
+
+def test_a_canary_s_rows_are_enough_once_they_are_committed(machine: Machine) -> None:
+    assert machine.submit(machine.write_rows(20), "--no-wait", "--canary", "8", "--chunk-rows", "6").exit_code == 0
+    job = machine.job()
+    assert [chunk.num_rows for chunk in job.chunks] == [8, 6, 6]
+    assert job.pending() == (0,)
+    assert machine.queue.depth(job.spec.model.queue) == 1
+    watch = Watch()
+    assert watch.find_breach(job, {RowStatus.INVALID: 5}) is None, "it still runs"
+    commit(job, [0], status=RowStatus.INVALID)
+    assert "100.0% of the first 8 rows are invalid" in (watch.find_breach(job) or "")
+    assert job.pending() == (1, 2)
+
+
 def test_limits_are_written_as_shares_or_percent() -> None:
     assert parse_thresholds(["invalid=2%", "truncated = 0.5"], 7) == Thresholds(
         max_share={RowStatus.INVALID: 0.02, RowStatus.TRUNCATED: 0.5}, min_rows=7

@@ -59,6 +59,32 @@ def test_a_worker_stops_a_job_in_which_too_many_rows_fail(lab: Lab) -> None:
     assert 2 <= len(job.committed()) < 6  # what ran beside it may have come in
 
 
+def test_the_other_chunks_wait_until_the_canary_was_found_good(lab: Lab) -> None:
+    job = lab.job(6, thresholds=Thresholds(max_share={RowStatus.INVALID: 0.5}, canary_rows=1))
+    assert job.pending() == (0,)
+    lab.queue.enqueue(job, job.pending())
+    lab.worker()
+    until(lambda: job.state() is JobState.DONE, "the whole job")
+    assert lab.events("leased")[0]["chunk"] == 0
+    committed, first = lab.events("committed")[0], lab.events("leased")[1]
+    assert committed["chunk"] == 0
+    assert committed["at_s"] <= first["at_s"]
+
+
+def test_a_bad_canary_stops_the_job_though_it_is_one_row_and_resume_goes_on(lab: Lab) -> None:
+    thresholds = Thresholds(max_share={RowStatus.INVALID: 0.5}, canary_rows=1)
+    job = lab.job(6, constraint=YES_NO, retry=RetryPolicy(max_attempts=1), thresholds=thresholds)
+    lab.queue.enqueue(job, job.pending())
+    lab.worker()
+    until(lambda: job.state() is JobState.FAILED, "the job to be aborted")
+    lab.wait_clean()
+    assert job.committed() == {0}
+    assert job.pending() == (1, 2, 3, 4, 5)
+    job.lift_limits()
+    lab.queue.reconcile(job)
+    lab.wait_done(job)
+
+
 def test_a_worker_serves_only_its_model_s_queue(lab: Lab) -> None:
     ours, theirs = lab.job(2), lab.job(2, name="theirs", model=lab.other_model())
     for job in (theirs, ours):

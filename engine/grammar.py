@@ -6,6 +6,7 @@ that use it and for nobody else. Knows no scheduling; whether a finished documen
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 import threading
 import time
@@ -13,15 +14,18 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import structlog
 import torch
 import xgrammar
 from torch import Tensor
 
 from engine.closing import Closer, Closing, make_closer
+from engine.grammar_files import GrammarFiles
 from engine.guidance import GuidanceCompiler, GuidanceGrammar, GuidanceMasks, GuidanceMatcher
 from engine.masks import MaskTable
 from engine.states import SharedMatcher, SharedStates
@@ -29,7 +33,9 @@ from engine.types import Matcher
 from engine.vocabulary import Vocabulary, Words, pack_bits
 from schemas.constraints import GrammarEngine, grammar_engine, grammar_source
 from schemas.errors import ConstraintError
-from schemas.records import Constraint, ConstraintKind
+from schemas.records import Constraint, ConstraintKind, short_hash
+
+log = structlog.get_logger()
 
 CompiledGrammar: TypeAlias = xgrammar.CompiledGrammar | GuidanceGrammar
 
@@ -44,6 +50,10 @@ CACHE_BYTES = 2**30
 
 KNOWN_CHARS = 2**26
 """Source of the constraints kept. Who sends one for each row must send it again once no unfinished row has it."""
+MIN_KEPT_S = 0.05
+"""Grammars that compile faster are not worth a file."""
+FILE_VERSION = 1
+"""Of how a constraint is compiled: options, dialects. The library's own version and the vocabulary count besides."""
 CHARS_PER_CONSTRAINT = 1024  # beside its source: the key, the tables, an error
 
 
@@ -67,6 +77,7 @@ class Grammars:
         timeout_s: float,
         num_threads: int,
         device: torch.device = CPU,
+        directory: Path | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         # The model's padding is left out: xgrammar takes it for special tokens and searches them at every token.
@@ -77,6 +88,7 @@ class Grammars:
         self._batch = xgrammar.BatchGrammarMatcher(max_threads=max(1, num_threads))
         self._guidance = GuidanceMasks(max(1, num_threads))
         self._compilers: Compilers | None = None
+        self._files = GrammarFiles(directory) if directory else None
         self._constraints: dict[str, Constraint] = {}
         self._num_known_chars = 0
         self._num_compiled_bytes = 0
@@ -133,7 +145,7 @@ class Grammars:
         """A compiled constraint, and the vocabulary as the bytes that it is matched with."""
         assert self._compilers is not None, "a compiled grammar has a compiler"
         constraint = self._constraints[key]
-        return constraint, self._compilers.vocabulary_of(constraint).tokens
+        return constraint, self._compilers.target_of(constraint).vocabulary.tokens
 
     def poll(self) -> list[str]:
         """Start what is queued; return the keys whose compile ended, well or not, since the last call."""
@@ -168,7 +180,7 @@ class Grammars:
         if isinstance(compiled, GuidanceGrammar):
             return compiled.start()
         assert self._compilers is not None, "a compiled grammar has a compiler"
-        vocabulary = self._compilers.vocabulary_of(constraint)
+        vocabulary = self._compilers.target_of(constraint).vocabulary
         return GrammarMatcher(xgrammar.GrammarMatcher(compiled), vocabulary, self._not_end)
 
     def _settle(self, key: str, result: tuple[CompiledGrammar, Closer | None] | Exception) -> None:
@@ -213,14 +225,32 @@ class Grammars:
     def _compile(self, constraint: Constraint) -> None:
         """Thread: compile one constraint and hand over the result, whatever it is."""
         result: tuple[CompiledGrammar, Closer | None] | Exception
+        to_keep: xgrammar.CompiledGrammar | None = None
         try:
             compilers = self._get_compilers()
-            grammar = compile_constraint(compilers, constraint)
-            result = grammar, make_closer(constraint, compilers.vocabulary_of(constraint))
+            grammar: CompiledGrammar | None = self._load(compilers, constraint)
+            if grammar is None:
+                started = time.monotonic()
+                grammar = compile_constraint(compilers, constraint)
+                is_slow = time.monotonic() - started > MIN_KEPT_S
+                to_keep = grammar if is_slow and isinstance(grammar, xgrammar.CompiledGrammar) else None
+            result = grammar, make_closer(constraint, compilers.target_of(constraint).vocabulary)
         except Exception as error:  # noqa: BLE001 - the native compiler's errors have no common class; it is recorded
             result = error
         self._results.put((constraint.key, result))
         self._has_result.set()
+        if self._files and to_keep:
+            self._files.write(file_name(compilers, constraint), to_keep.serialize_json())
+
+    def _load(self, compilers: Compilers, constraint: Constraint) -> xgrammar.CompiledGrammar | None:
+        """What an earlier engine compiled."""
+        if self._files is None or (text := self._files.read(file_name(compilers, constraint))) is None:
+            return None
+        try:
+            return xgrammar.CompiledGrammar.deserialize_json(text, compilers.target_of(constraint).tokenizer)
+        except RuntimeError as error:  # of another version of the library, whatever its file's name says
+            log.warning("grammar_file_ignored", constraint=constraint.key, reason=_first_line(error))
+            return None
 
     def _get_compilers(self) -> Compilers:
         """Made at the first constraint: a large vocabulary takes part of a second. Racing threads may make two."""
@@ -277,19 +307,25 @@ class GrammarMatcher:
         return bool(np.any(bitmask.numpy()[0] & words))
 
 
+class Target(NamedTuple):
+    """A vocabulary and xgrammar's compiler for it."""
+
+    vocabulary: Vocabulary
+    tokenizer: xgrammar.TokenizerInfo
+    compiler: xgrammar.GrammarCompiler
+
+
 @dataclass(frozen=True)
 class Compilers:
     """Compilers for JSON, one of each engine, and one for everything else, with the tokens that they know."""
 
-    plain: xgrammar.GrammarCompiler
-    json: xgrammar.GrammarCompiler
+    plain: Target
+    json: Target
     guidance: GuidanceCompiler
-    plain_vocabulary: Vocabulary
-    json_vocabulary: Vocabulary
 
-    def vocabulary_of(self, constraint: Constraint) -> Vocabulary:
-        """The vocabulary that a constraint is compiled for."""
-        return self.json_vocabulary if constraint.kind is ConstraintKind.JSON_SCHEMA else self.plain_vocabulary
+    def target_of(self, constraint: Constraint) -> Target:
+        """What a constraint is compiled for, whichever engine compiles it."""
+        return self.json if constraint.kind is ConstraintKind.JSON_SCHEMA else self.plain
 
 
 def make_compilers(tokenizer: Any, num_tokens: int, end_token_ids: frozenset[int]) -> Compilers:
@@ -306,15 +342,16 @@ def make_compilers(tokenizer: Any, num_tokens: int, end_token_ids: frozenset[int
     vocab = [b"" if token_id in special else token for token_id, token in enumerate(info.decoded_vocab)]
     printable = [b"" if any(byte < 0x20 for byte in token) else token for token in vocab]
 
-    def make(tokens: list[bytes]) -> xgrammar.GrammarCompiler:
-        info = xgrammar.TokenizerInfo(tokens, vocab_size=num_tokens, stop_token_ids=end_ids)
-        return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+    def make(tokens: list[bytes]) -> Target:
+        tokenizer = xgrammar.TokenizerInfo(tokens, vocab_size=num_tokens, stop_token_ids=end_ids)
+        compiler = xgrammar.GrammarCompiler(tokenizer, max_threads=1, cache_enabled=False)
+        return Target(Vocabulary(tokens, end_ids), tokenizer, compiler)
 
     def encode(text: str) -> list[int]:
         return list(tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids)
 
-    plain, for_json = Vocabulary(vocab), Vocabulary(printable)
-    return Compilers(make(vocab), make(printable), GuidanceCompiler(for_json, end_token_ids, encode), plain, for_json)
+    for_json = make(printable)
+    return Compilers(make(vocab), for_json, GuidanceCompiler(for_json.vocabulary, end_token_ids, encode))
 
 
 def compile_constraint(compilers: Compilers, constraint: Constraint) -> CompiledGrammar:
@@ -325,10 +362,19 @@ def compile_constraint(compilers: Compilers, constraint: Constraint) -> Compiled
     if grammar_engine(constraint) is GrammarEngine.LLGUIDANCE:
         return compilers.guidance.compile(source)
     if constraint.kind is ConstraintKind.JSON_SCHEMA:
-        return compilers.json.compile_json_schema(source, any_whitespace=False, strict_mode=False)
+        return compilers.json.compiler.compile_json_schema(source, any_whitespace=False, strict_mode=False)
     if constraint.kind is ConstraintKind.REGEX:
-        return compilers.plain.compile_regex(source)
-    return compilers.plain.compile_grammar(xgrammar.Grammar.from_ebnf(source))
+        return compilers.plain.compiler.compile_regex(source)
+    return compilers.plain.compiler.compile_grammar(xgrammar.Grammar.from_ebnf(source))
+
+
+def file_name(compilers: Compilers, constraint: Constraint) -> str:
+    """A name for all that decides about a compiled grammar."""
+    vocabulary = compilers.target_of(constraint).vocabulary
+    version = importlib.metadata.version("xgrammar")
+    return short_hash(
+        str(FILE_VERSION), version, vocabulary.digest, constraint.kind, grammar_source(constraint), digits=32
+    )
 
 
 def _weight(constraint: Constraint) -> int:

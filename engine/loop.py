@@ -121,6 +121,7 @@ class Engine:
             timeout_s=settings.compile_timeout_s,
             num_threads=torch.get_num_threads(),
             device=parts.device,
+            directory=settings.grammar_dir,
         )
         self._sequences: dict[str, Sequence] = {}  # every request that has no completion yet, by id
         self._awaiting_grammar: defaultdict[str, list[Sequence]] = defaultdict(list)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from bisect import bisect_left
 from collections.abc import Sequence as Seq
@@ -17,8 +18,9 @@ Words = np.ndarray[Any, np.dtype[np.int32]]
 class Vocabulary:
     """Tokens by number, and sorted, to find those that begin with another one."""
 
-    def __init__(self, tokens: Seq[bytes]) -> None:
+    def __init__(self, tokens: Seq[bytes], end_ids: Seq[int] = ()) -> None:
         self.tokens = tokens
+        self._end_ids = end_ids
         self.num_words = -(-len(tokens) // 32)
         self._sorted = sorted((token, token_id) for token_id, token in enumerate(tokens) if token)
         self._longer: dict[int, Words | None] = {}
@@ -35,6 +37,14 @@ class Vocabulary:
             found = [other_id for other, other_id in tail if len(other) > len(token)]
             self._longer[token_id] = pack_bits(found, self.num_words) if found and token else None
         return self._longer[token_id]
+
+    @cached_property
+    def digest(self) -> str:
+        """Names the vocabulary: its tokens in their order, and those that end a text."""
+        found = hashlib.sha256(repr(self._end_ids).encode())
+        for token in self.tokens:
+            found.update(len(token).to_bytes(4) + token)
+        return found.hexdigest()
 
     @cached_property
     def _ids(self) -> dict[bytes, int]:

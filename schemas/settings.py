@@ -48,6 +48,7 @@ class EngineSettings(Section):
     overlap: bool | None = None  # launch a step before the tokens of the one before are read; None: on a GPU
     prefix_cache: bool = True
     compile_timeout_s: float = Field(default=20.0, gt=0)  # for one constraint
+    grammar_dir: Path | None = None  # keeps compiled grammars; None: a worker's are in its state_dir
     max_restarts: int = Field(default=5, ge=0)  # engine deaths tolerated per window of 10 minutes
     start_timeout_s: float = Field(default=600.0, gt=0)
     hang_timeout_s: float = Field(default=300.0, gt=0)  # no heartbeat for so long: the engine is killed and restarted
@@ -119,6 +120,11 @@ class Settings(BaseSettings):
             state_dir = Path(values.get("state_dir") or default_state_dir())
             values = {**values, "jobs_root": str(state_dir.absolute() / "jobs")}
         return values
+
+    def engine_settings(self) -> EngineSettings:
+        """Those of a worker's engine, with a place for its compiled grammars."""
+        grammar_dir = self.engine.grammar_dir or self.state_dir / "grammars"
+        return self.engine.model_copy(update={"grammar_dir": grammar_dir})
 
     @classmethod
     def settings_customise_sources(

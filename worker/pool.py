@@ -107,9 +107,10 @@ class EnginePool(BasePool):  # type: ignore[misc]
     def on_start(self) -> None:
         """Load the engine, then open the slots. Leaves at once when a shutdown signal comes first."""
         self._supervisor.start()
-        self.client = self.app.make_client(self.app.model, self.app.settings.engine, on_failed=self._leave)
+        settings = self.app.settings.engine_settings()
+        self.client = self.app.make_client(self.app.model, settings, on_failed=self._leave)
         self._load()
-        self.machine = Machine(self.client, self.app.settings.engine, time.monotonic() - self.app.created_at)
+        self.machine = Machine(self.client, settings, time.monotonic() - self.app.created_at)
         self.machine.start()
         for index in range(self.limit):
             Slot(self, index).start()

@@ -45,7 +45,7 @@ class Load:
         prefixes = tuple((size * num_bytes // len(content), hash(content[:size])) for size in sizes)
         sampling = request.sampling
         is_exact = sampling.ignore_eos and not sampling.stop and not request.constraint_key
-        return cls(num_bytes, sampling.max_tokens, is_exact, prefixes)
+        return cls(num_bytes, sampling.budget, is_exact, prefixes)
 
 
 class Balancer:

@@ -78,7 +78,7 @@ def resolve_sizes(settings: EngineSettings, device: torch.device, *, has_latents
         kv_cache_bytes = int(CPU_KV_CACHE_GIB * GIB)
     return EngineSizes(
         max_num_seqs=settings.max_num_seqs or (512 if is_gpu else 64),
-        max_num_batched_tokens=settings.max_num_batched_tokens or (8192 if is_gpu else 512),
+        max_num_batched_tokens=settings.max_num_batched_tokens or (4096 if is_gpu else 512),
         kv_cache_bytes=kv_cache_bytes,
         block_size=settings.block_size or (LATENT_BLOCK_SIZE if is_gpu and has_latents else BLOCK_SIZE),
     )

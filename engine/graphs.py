@@ -36,6 +36,8 @@ SMALL_SIZES = (1, 2, 4, 8, 16)
 SIZE_STEP = 32
 MIXED_SIZES = (64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096)
 """Rows of steps that are not all decodes."""
+MIN_FILLED_ROWS = 512
+"""Below, a step takes about as long as reading the weights, and padding costs nothing; above, it does."""
 NUM_WARM_UPS = 2  # lets libraries choose their algorithms and kernels compile before anything is recorded
 
 
@@ -98,6 +100,7 @@ class StepGraphs:
         self._has_shared = model.shares_prefixes
         shapes = graph_shapes(limits, has_shared=self._has_shared)
         self._sizes = {kind: sorted({each.rows for each in shapes if each.is_decode is kind}) for kind in (True, False)}
+        self.step_sizes = tuple(size for size in self._sizes[False] if size >= MIN_FILLED_ROWS)
         pool = torch.cuda.graph_pool_handle()
         self._recorded = {
             (shape.is_decode, shape.is_shared, shape.rows): self._record(cache, device, shape, pool)

@@ -20,7 +20,7 @@ import structlog
 from pydantic import ValidationError
 
 from engine.client import EngineClient
-from engine.frames import Hello
+from engine.frames import Heartbeat, Hello
 from schemas.errors import ConstraintError, SettingsError
 from schemas.log import configure_logging
 from schemas.model_files import model_ref
@@ -46,6 +46,7 @@ GREEDY_BELOW = 1e-5  # temperatures under it are greedy, as in DeepInfer
 class SamplingParams:
     """How one prompt is continued; names and defaults are DeepInfer's. Raises ValueError or ConstraintError when built.
 
+    ``golden_token_ids`` are the output, whatever the model would draw: ``logprobs`` tells what it gave them.
     ``so_args``: {"schema_type": "json" | "regex" | "ebnf" | "choice", "schema": text, or a dict (json), or a list of
     strings (choice)}; keys come out in the schema's order. ``top_labels``: how many labels of each closed set to rank.
     ``seq_seed`` None: derived from the LLM's seed and prompt.
@@ -62,9 +63,12 @@ class SamplingParams:
     logprobs: bool = False
     top_labels: int = 0
     seq_seed: int | None = None
+    golden_token_ids: Sequence[int] | None = None
     so_args: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
+        if self.golden_token_ids is not None and (self.so_args or not self.golden_token_ids):
+            raise ValueError("golden_token_ids must be some tokens, without so_args")
         self.sampling  # noqa: B018 - both raise for what is wrong
         self.constraint  # noqa: B018
 
@@ -77,9 +81,9 @@ class SamplingParams:
             "top_k": 0 if self.top_k == -1 else self.top_k,
             "min_p": self.min_p,
             "repetition_penalty": self.repetition_penalty,
-            "max_tokens": self.max_tokens,
+            "max_tokens": len(self.golden_token_ids) if self.golden_token_ids else self.max_tokens,
             "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
-            "ignore_eos": self.ignore_eos,
+            "ignore_eos": self.ignore_eos or self.golden_token_ids is not None,
             "logprobs": self.logprobs,
             "top_labels": self.top_labels,
         }
@@ -177,6 +181,11 @@ class LLM:
         """What the engine process said of itself: device, kernels and why, longest sequence."""
         return self._client.hello
 
+    @property
+    def stats(self) -> Heartbeat | None:
+        """What the engine counted until its last heartbeat, at most a second ago while it works."""
+        return self._client.stats
+
     def close(self) -> None:
         """Stop the engine process."""
         self._client.stop()
@@ -206,6 +215,7 @@ class LLM:
                 constraint_key=each.constraint.key if each.constraint else None,
                 sampling=each.sampling,
                 seed=seed,
+                golden_token_ids=tuple(each.golden_token_ids or ()),
                 **content,
             )
             requests.append((request, each.constraint))

@@ -113,6 +113,7 @@ class Engine:
             BlockPool(self._replica.num_blocks, sizes.block_size, prefix_cache=settings.prefix_cache),
             max_num_seqs=sizes.max_num_seqs,
             max_num_batched_tokens=sizes.max_num_batched_tokens,
+            step_sizes=self._replica.step_sizes,
         )
         self._grammars = Grammars(
             parts.text.tokenizer,
@@ -174,7 +175,7 @@ class Engine:
             self._reject(request, FinishReason.PROMPT_TOO_LONG, limit, token_ids.num_tokens)
             return
         num_prompt = len(token_ids)
-        max_tokens = min(request.sampling.max_tokens, self.max_model_len - num_prompt)
+        max_tokens = min(request.sampling.budget, self.max_model_len - num_prompt)
         sequence = Sequence(request, token_ids, num_prompt, max_tokens)
         if request.sampling.stop:
             sequence.detokenizer = self._text.detokenizer()
@@ -392,6 +393,8 @@ class Engine:
             raise TooLong(len(token_ids))
         if request.token_ids and not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
             raise PromptError(f"the prompt has a token id outside 0 .. {self._vocab_size - 1}")
+        if (golden := request.golden_token_ids) and not 0 <= min(golden) <= max(golden) < self._vocab_size:
+            raise PromptError(f"the golden tokens have an id outside 0 .. {self._vocab_size - 1}")
 
 
 def find_stop(text: str, stop: tuple[str, ...]) -> int | None:

@@ -76,6 +76,7 @@ class Replica:
         self.expert_balance = balance
         if balance:
             balance.start()
+        self.step_sizes = runner.step_sizes
         self._runner, self._ranks, self._block_size = runner, ranks, block_size
         self._num_heard = 0  # batches of requests that the client has announced to all ranks
         self.is_awake = False  # some leader has work, or is about to get some: all must agree on the next step

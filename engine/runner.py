@@ -36,6 +36,7 @@ class Runner:
             raise EngineError(f"no memory for a KV cache of {size_gib:.1f} GiB: lower engine.kv_cache_gib") from error
         can_record = device.type == "cuda" and model.is_recordable
         self._graphs = StepGraphs(model, self._cache, device, graphs) if graphs and can_record else None
+        self.step_sizes = self._graphs.step_sizes if self._graphs else ()
 
     @torch.inference_mode()
     def run(self, arrays: Mapping[str, np.ndarray], size: StepSize, drawn: Tensor | None = None) -> Tensor:

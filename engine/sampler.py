@@ -32,7 +32,11 @@ class Sampler:
         apply_repetition_penalty(logits, sequences)
         if bitmask is not None:
             self._kernels.apply_token_bitmask(logits, bitmask)
+        golden = find_golden(logits, sequences)
         tokens, logprobs = self._kernels.sample(logits, build_sampling_batch(sequences, self._device))
+        if golden is not None:
+            rows, golden_tokens, golden_logprobs = golden
+            tokens[rows], logprobs[rows] = golden_tokens, golden_logprobs
         return Draw(tokens, logprobs)
 
 
@@ -76,6 +80,17 @@ def build_sampling_batch(sequences: Seq[Sequence], device: torch.device) -> Samp
             floats["min_p"] = np.array([s.min_p for s in sampling], dtype=np.float32)
     tensors = to_device(integers, device) | to_device(floats, device)
     return SamplingBatch(**tensors, is_all_greedy=is_all_greedy)
+
+
+def find_golden(logits: Tensor, sequences: Seq[Sequence]) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Rows whose output is given, their next tokens, and the log-probabilities of these; None without such rows."""
+    rows = [row for row, sequence in enumerate(sequences) if sequence.request.golden_token_ids]
+    if not rows:
+        return None
+    tokens = [sequences[row].request.golden_token_ids[sequences[row].num_drawn] for row in rows]
+    golden = to_device({"rows": np.array(rows), "tokens": np.array(tokens)}, logits.device)
+    logprobs = logits[golden["rows"]].log_softmax(dim=-1)
+    return golden["rows"], golden["tokens"], logprobs.gather(1, golden["tokens"][:, None])[:, 0]
 
 
 def apply_repetition_penalty(logits: Tensor, sequences: Seq[Sequence]) -> None:

@@ -4,7 +4,9 @@ Decode rows come first, prefill chunks fill the rest of the token budget, a pree
 its own tokens. Planning returns a value that ``carry_out`` executes. Knows no tensors, no grammar and no text.
 """
 
+from bisect import bisect_right
 from collections import deque
+from collections.abc import Sequence as Seq
 
 from engine.cache import BlockHasher, BlockPool, extend_block_hashes
 from engine.types import Run, Sequence, SequenceStatus, StepPlan
@@ -13,8 +15,12 @@ from engine.types import Run, Sequence, SequenceStatus, StepPlan
 class Scheduler:
     """Owns the sequences from ``add`` to ``finish``."""
 
-    def __init__(self, pool: BlockPool, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self, pool: BlockPool, *, max_num_seqs: int, max_num_batched_tokens: int, step_sizes: Seq[int] = ()
+    ) -> None:
+        """``step_sizes``, ascending: rows that a step is padded to; the last rows wait rather than cause padding."""
         self.pool = pool
+        self.step_sizes = step_sizes
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)  # so that all decode rows fit into a step
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: deque[Sequence] = deque()
@@ -136,7 +142,7 @@ class Scheduler:
 
     def _chunks(self, prefills: list[Sequence], num_decodes: int) -> list[Run]:
         """Runs of several tokens, in order of admission, within what the decodes leave of the budget."""
-        budget = self.max_num_batched_tokens - num_decodes
+        budget = self._num_rows(prefills, num_decodes) - num_decodes
         chunks: list[Run] = []
         for sequence in prefills:
             if budget <= 0:
@@ -145,6 +151,15 @@ class Scheduler:
             chunks.append(Run(sequence, sequence.num_computed, num_tokens, num_tokens == sequence.num_uncomputed))
             budget -= num_tokens
         return chunks
+
+    def _num_rows(self, prefills: list[Sequence], num_decodes: int) -> int:
+        """Rows of the next step: all, or what fills a step size if that leaves out the smaller part of prefills."""
+        wanted = min(self.max_num_batched_tokens, num_decodes + sum(sequence.num_uncomputed for sequence in prefills))
+        filled = bisect_right(self.step_sizes, wanted)
+        if filled == 0:
+            return wanted
+        size = self.step_sizes[filled - 1]
+        return size if wanted - size < size - num_decodes else wanted
 
     def _choose_victims(self) -> list[Sequence]:
         """The youngest sequences, as many as it takes for those left to have the blocks of all their tokens."""

@@ -16,12 +16,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
+from urllib.parse import SplitResult, quote, urlsplit, urlunsplit
 
 import click
 import msgspec
 
-from schemas.errors import BrokerError, NightmillError
+from schemas.errors import BrokerError, NightmillError, SettingsError
 from schemas.settings import Settings
 
 if TYPE_CHECKING:
@@ -49,8 +49,23 @@ class BrokerStatus(msgspec.Struct, frozen=True):
 
 
 def broker_url(settings: Settings) -> str:
-    """The broker's URL: the configured one, or where the embedded server is or would be. Starts nothing."""
-    return settings.broker_url or _socket_url(_current_socket(settings))
+    """The broker's URL: the configured one with its password, or where the embedded server is or would be.
+
+    Starts nothing. Raises SettingsError for a password or an authority that cannot be used.
+    """
+    if settings.broker_url is None:
+        return _socket_url(_current_socket(settings))
+    parts = urlsplit(settings.broker_url)
+    netloc, query = parts.netloc, parts.query
+    if settings.broker_password_file is not None:
+        netloc = _with_password(parts, settings.broker_password_file)
+    if settings.broker_ca_file is not None:
+        if parts.scheme != "rediss":
+            raise SettingsError(f"broker_ca_file needs TLS: write rediss:// instead of {parts.scheme}:// in broker_url")
+        query = "&".join([*filter(None, [query]), f"ssl_ca_certs={quote(str(settings.broker_ca_file.absolute()))}"])
+    if parts.scheme == "rediss" and "ssl_cert_reqs" not in query:  # kombu checks no certificate without being told
+        query = "&".join([*filter(None, [query]), "ssl_cert_reqs=required"])
+    return urlunsplit(parts._replace(netloc=netloc, query=query))
 
 
 def ensure_broker(settings: Settings) -> str:
@@ -59,7 +74,7 @@ def ensure_broker(settings: Settings) -> str:
     Raises BrokerError with the end of the server's log if it does not start.
     """
     if settings.broker_url:
-        return settings.broker_url
+        return broker_url(settings)
     data_dir = _data_dir(settings)
     data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     deadline = time.monotonic() + LOCK_WAIT_S
@@ -112,6 +127,20 @@ def broker_status(settings: Settings) -> BrokerStatus:
         return BrokerStatus(url, None)
     version = str(info.get("valkey_version") or info.get("redis_version"))
     return BrokerStatus(url, int(info["process_id"]), version, int(info["connected_clients"]))
+
+
+def _with_password(parts: SplitResult, path: Path) -> str:
+    """The host with the content of a file as password."""
+    if parts.password is not None:
+        raise SettingsError("broker_url holds a password and broker_password_file names one: keep one of them")
+    try:
+        password = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"cannot read broker_password_file {path}: {error}") from error
+    if not password:
+        raise SettingsError(f"broker_password_file {path} is empty")
+    host = parts.netloc.rpartition("@")[2]
+    return f"{parts.username or ''}:{quote(password, safe='')}@{host}"
 
 
 def _data_dir(settings: Settings) -> Path:

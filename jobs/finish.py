@@ -21,7 +21,7 @@ from jobs.shards import shard_names
 from jobs.source import ChunkReader
 from jobs.store import Store, exists
 from jobs.store_errors import is_transient
-from schemas.errors import AlreadyExists, JobError, StoreError
+from schemas.errors import AlreadyExists, InputDataError, JobError, StoreError
 from schemas.records import Chunk, JobState, RowStatus, encode_json
 
 ROW_GROUP_ROWS, ROW_GROUP_BYTES = 65_536, 128 * 2**20
@@ -47,7 +47,7 @@ def try_finish(job: Job) -> bool:
     except StoreError as error:
         if exists(job.store, SUCCESS_FILE):
             return True
-        if is_transient(error):  # as when somebody swept what was being written
+        if is_transient(error) or job.pending():  # what was being written was swept, or a part has gone since
             return False
         raise
     ledger.close()
@@ -69,6 +69,18 @@ def try_finish(job: Job) -> bool:
         job.store.create(SUCCESS_FILE, encode_json(success))
         job.store.sweep(0.0)  # what killed writers left; whoever still writes is late, and takes that
     return True
+
+
+def finish_or_fail(job: Job) -> bool:
+    """Try to finish; what only a person can mend, such as a damaged part or a changed input, fails the job too.
+
+    Raises JobError or InputDataError then, and StoreError, which another try may cure.
+    """
+    try:
+        return try_finish(job)
+    except (JobError, InputDataError) as error:
+        job.fail(str(error))
+        raise
 
 
 def final_state(counts: dict[RowStatus, int]) -> JobState:

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from jobs.queue import redact
 from schemas.errors import EngineError
 from schemas.records import ModelRef
 from schemas.settings import Settings, default_state_dir
@@ -129,8 +130,9 @@ def worker_environment(settings: Settings, model: ModelRef) -> dict[str, str]:
         "NIGHTMILL_JOBS_ROOT": settings.jobs_root,
         **model_environment(model),
     }
-    if settings.broker_url is not None:
-        environment["NIGHTMILL_BROKER_URL"] = settings.broker_url
+    for name in ("broker_url", "broker_password_file", "broker_ca_file"):
+        if (value := getattr(settings, name)) is not None:
+            environment[f"NIGHTMILL_{name.upper()}"] = str(value)
     return environment
 
 
@@ -158,5 +160,5 @@ def worker_command(settings: Settings, model: ModelRef) -> str:
     if model.name != "smollm2":
         del defaults["NIGHTMILL_WORKER__DTYPE"]  # a worker's default is the checkpoint's own, which may be another
     wanted = worker_environment(settings, model)
-    changed = [f"{key}={shlex.quote(value)}" for key, value in wanted.items() if defaults.get(key) != value]
+    changed = [f"{key}={shlex.quote(redact(value))}" for key, value in wanted.items() if defaults.get(key) != value]
     return " ".join([*changed, "celery -A worker worker"])

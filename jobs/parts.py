@@ -4,6 +4,7 @@ import functools
 import hashlib
 import importlib.metadata
 import io
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
@@ -63,7 +64,7 @@ def encode_part(
     info = PartInfo(
         job_id=spec.job_id,
         chunk=chunk,
-        counts={RowStatus(item["values"]): item["counts"] for item in pc.value_counts(table[names.status]).to_pylist()},
+        counts=dict(Counter(map(RowStatus, table[names.status].to_pylist()))),
         num_copied=table.num_rows - pc.struct_field(table[names.meta], "copied_from").null_count,
         checksum=_checksum(spec, table),
         is_parked=is_parked,

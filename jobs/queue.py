@@ -86,6 +86,8 @@ def celery_config(settings: Settings, broker_url: str) -> dict[str, Any]:
         "broker_connection_retry_on_startup": True,
         "broker_connection_max_retries": None,
         "task_publish_retry_policy": {"max_retries": 3, "interval_start": 0, "interval_step": 0.2, "interval_max": 0.5},
+        "task_serializer": "json",
+        "accept_content": ["json"],  # never pickle: whoever can write to the broker could run code
         "task_acks_late": True,
         "task_acks_on_failure": True,
         "task_acks_on_timeout": True,

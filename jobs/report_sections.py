@@ -301,7 +301,7 @@ def describe_lineage(job: Job, chunks: Sequence[Provenance], success: Success | 
     sampling = {
         name: value
         for name, value in msgspec.structs.asdict(spec.sampling).items()
-        if value != getattr(Sampling(), name) or name in ("max_tokens", "temperature")
+        if value != getattr(Sampling(), name) or name == "temperature"
     }
     size_bytes = sum(file.size_bytes for file in spec.inputs)
     facts = [

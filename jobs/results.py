@@ -25,6 +25,7 @@ from jobs.spill import Spill
 from schemas.constraints import Validator, make_validator, max_bytes
 from schemas.errors import Interrupted
 from schemas.records import (
+    DEFAULT_MAX_TOKENS,
     Attempt,
     Chunk,
     Completion,
@@ -168,8 +169,9 @@ class _ChunkRun:
             return
         self._twins[key] = []
         row = _Row(index, prompt, self._spec.num_completions)
+        sampling = first_sampling(self._spec, prompt.sampling or self._sampling, prompt.constraint)
         for completion_index in range(self._spec.num_completions):
-            self._ask(row, completion_index, prompt.sampling or self._sampling)
+            self._ask(row, completion_index, sampling)
 
     def _ask(self, row: _Row, completion_index: int, sampling: Sampling) -> None:
         attempt = len(row.attempts[completion_index])
@@ -292,6 +294,15 @@ def _validator(constraint: Constraint) -> Validator:
     return make_validator(constraint)
 
 
+def first_sampling(spec: JobSpec, sampling: Sampling, constraint: Constraint | None) -> Sampling:
+    """Give a row that was told no budget room for the longest text of its constraint, if there is one."""
+    if sampling.max_tokens is not None:
+        return sampling
+    longest = max_bytes(constraint) if constraint else None
+    enough = DEFAULT_MAX_TOKENS if longest is None else longest + 1  # a token is a byte or more, and one ends the text
+    return msgspec.structs.replace(sampling, max_tokens=min(enough, spec.model.max_model_len))
+
+
 def next_sampling(
     spec: JobSpec,
     sampling: Sampling,
@@ -311,10 +322,10 @@ def next_sampling(
         room = spec.model.max_model_len - completion.num_prompt_tokens
         longest = max_bytes(constraint) if constraint else None
         if longest is not None and longest < room:
-            max_tokens = longest + 1  # a token is a byte or more, and one ends the text
+            max_tokens = longest + 1
         else:
-            max_tokens = min(math.ceil(sampling.max_tokens * spec.retry.budget_factor), room)
-        if max_tokens > sampling.max_tokens:  # the same budget would end at the same place
+            max_tokens = min(math.ceil(sampling.budget * spec.retry.budget_factor), room)
+        if max_tokens > sampling.budget:  # the same budget would end at the same place
             return msgspec.structs.replace(sampling, max_tokens=max_tokens)
     if status is RowStatus.INVALID:
         return msgspec.structs.replace(sampling, temperature=sampling.temperature or RETRY_TEMPERATURE)
@@ -326,7 +337,7 @@ def _attempt(request: Request, outcome: _Outcome) -> Attempt:
         status=outcome.status,
         finish_reason=outcome.completion.finish_reason,
         seed=request.seed,
-        max_tokens=request.sampling.max_tokens,
+        max_tokens=request.sampling.budget,
         temperature=request.sampling.temperature,
         num_output_tokens=len(outcome.completion.token_ids),
     )

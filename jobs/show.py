@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from jobs.agreement import Agreement, measure_agreement
 from jobs.arrow_types import output_names
-from jobs.broker import broker_status
+from jobs.broker import broker_status, broker_url
 from jobs.cli import echo_json
 from jobs.job import REPORT_FILE, Job, Success
 from jobs.local_worker import worker_command
@@ -151,7 +151,7 @@ def count_workers(settings: Settings, model: ModelRef) -> int | None:
     status = None if settings.broker_url else broker_status(settings)
     if status is not None and status.pid is None:
         return None
-    return Queue(settings, settings.broker_url or (status.url if status else "")).workers_serving(model.queue)
+    return Queue(settings, broker_url(settings)).workers_serving(model.queue)
 
 
 def describe_service(settings: Settings, model: ModelRef) -> str:
@@ -210,7 +210,7 @@ def _read_progress(job: Job, settings: Settings) -> Progress:
     status = None if settings.broker_url else broker_status(settings)
     if status is not None and status.pid is None:
         return Progress()
-    queue = Queue(settings, settings.broker_url or (status.url if status else ""))
+    queue = Queue(settings, broker_url(settings))
     try:
         queue.check()
     except BrokerError:

@@ -89,6 +89,13 @@ def open_store(root: str) -> Store:
     return Bucket(bucket, root.rstrip("/"), prefix)
 
 
+def inner_key(key: str) -> str:
+    """Return the key. Raises StoreError for one that leads out of its store."""
+    if key.startswith("/") or ".." in key.split("/") or "\0" in key:
+        raise StoreError(f"{key!r} leads out of its directory: no name of a job or a file may")
+    return key
+
+
 def exists(store: Store, key: str) -> bool:
     """Say whether ``key`` is stored."""
     return store.stat(key) is not None
@@ -132,13 +139,13 @@ class LocalDirectory:
         self._root = root
 
     def within(self, name: str) -> Store:
-        return LocalDirectory(self._root / name)
+        return LocalDirectory(self._path(name))
 
     def locate(self, key: str) -> str:
-        return str(self._root / key)
+        return str(self._path(key))
 
     def stat(self, key: str) -> Entry | None:
-        path = self._root / key
+        path = self._path(key)
         try:
             with explained("look at", path):
                 return local_entry(path) if path.is_file() else None
@@ -146,7 +153,7 @@ class LocalDirectory:
             return None
 
     def list(self, prefix: str = "") -> list[str]:
-        path = self._root / prefix
+        path = self._path(prefix)
         try:
             with explained("list", path):
                 return sorted(os.listdir(path))
@@ -155,13 +162,13 @@ class LocalDirectory:
 
     def read(self, key: str) -> bytes:
         for attempt in retrying():
-            with attempt, explained("read", self._root / key):
-                return (self._root / key).read_bytes()
+            with attempt, explained("read", self._path(key)):
+                return self._path(key).read_bytes()
         raise AssertionError("tenacity re-raises")
 
     def open_reader(self, key: str) -> pa.NativeFile:
-        with explained("open", self._root / key):
-            return pa.OSFile(str(self._root / key), "rb")
+        with explained("open", self._path(key)):
+            return pa.OSFile(str(self._path(key)), "rb")
 
     def create(self, key: str, data: bytes) -> None:
         def write() -> None:
@@ -177,7 +184,7 @@ class LocalDirectory:
 
     def open_log(self, key: str) -> IO[bytes]:
         """Open a new file that grows where all can see it, unbuffered. Raises AlreadyExists."""
-        path = self._root / key
+        path = self._path(key)
         with explained("open", path):
             path.parent.mkdir(parents=True, exist_ok=True)
             return path.open("xb", buffering=0)
@@ -188,8 +195,8 @@ class LocalDirectory:
             return tuple(sorted(local_entry(path, self._root) for path in paths if not path.is_symlink()))
 
     def delete(self, key: str) -> None:
-        with explained("delete", self._root / key):
-            (self._root / key).unlink(missing_ok=True)
+        with explained("delete", self._path(key)):
+            self._path(key).unlink(missing_ok=True)
 
     def remove(self) -> None:
         with explained("delete", self._root), contextlib.suppress(FileNotFoundError):
@@ -205,10 +212,13 @@ class LocalDirectory:
             with contextlib.suppress(OSError):  # missing, or not empty
                 staging.rmdir()
 
+    def _path(self, key: str) -> Path:
+        return self._root / inner_key(key)
+
     @contextmanager
     def _staged(self, key: str, publish: Callable[[Path, Path], object]) -> Iterator[IO[bytes]]:
         """Write to a staging file, make it durable, publish it, make the publication durable."""
-        target = self._root / key
+        target = self._path(key)
         with explained("write", target):
             file = self._open_staging(target)
             staged = Path(file.name)
@@ -353,7 +363,7 @@ class Bucket:
         """Nothing: unfinished uploads are the bucket's lifecycle rule to remove."""
 
     def _key(self, key: str) -> str:
-        return "/".join(part for part in (self._prefix, key) if part)
+        return "/".join(part for part in (self._prefix, inner_key(key)) if part)
 
 
 def open_input(uri: str) -> pa.NativeFile:

@@ -129,7 +129,9 @@ def _split_choices(values: Sequence[str]) -> list[str]:
 )
 @click.option("--where", metavar="EXPR", help="Rows for which this is false come back as `skipped`.")
 @click.option("--limit", type=click.IntRange(1), metavar="ROWS", help="Only the first rows of the input.")
-@click.option("--max-tokens", type=int, default=256, show_default=True)
+@click.option(
+    "--max-tokens", type=int, help="Tokens of an answer.  [default: what the constraint's longest text needs, else 256]"
+)
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0: greedy.")
 @click.option("--top-k", type=int, default=0, help="0: off.")
 @click.option("--top-p", type=float, default=1.0, help="1: off.")

@@ -11,10 +11,10 @@ from torch import Tensor
 from kernels.api import AttentionBatch
 
 PREFILL_TILE = 128  # query rows (token, head of the group) of one program
-PREFILL_KEYS, PREFILL_WARPS, PREFILL_STAGES = 32, 4, 4
+PREFILL_KEYS, PREFILL_WARPS, PREFILL_STAGES = 32, 4, 3
 DECODE_KEYS, DECODE_WARPS, DECODE_STAGES = 64, 2, 2
 DECODE_ROWS = 16  # smallest tile of the tensor cores: the heads of one group, padded
-NUM_PROGRAMS = 264  # two per streaming multiprocessor of an H100 or H200: decode splits keys until it has so many
+NUM_PROGRAMS = 1056  # eight per streaming multiprocessor of an H100 or H200: decode splits keys until it has so many
 MAX_SPLITS = 16
 SHARED_SPLITS = 4
 """Parts of the keys that decode rows share: their tiles are few."""

@@ -17,9 +17,9 @@ from typing import Any
 import click
 
 from engine.topology import Topology
-from jobs.broker import broker_status, server_binary
+from jobs.broker import broker_status, broker_url, server_binary
 from jobs.cli import echo_json, verb
-from jobs.queue import Queue
+from jobs.queue import Queue, redact
 from jobs.store import open_store, probe
 from schemas.errors import NightmillError
 from schemas.model_files import DEMO_MODELS, resolve_model
@@ -87,8 +87,9 @@ def check_broker(settings: Settings) -> Iterable[Finding]:
     """A configured broker answers; without one, the embedded server's binary is there."""
     try:
         if settings.broker_url is not None:
-            Queue(settings, settings.broker_url).check()
-            return [Finding("broker", Verdict.OK, f"{settings.broker_url} answers")]
+            url = broker_url(settings)
+            Queue(settings, url).check()
+            return [Finding("broker", Verdict.OK, f"{redact(url)} answers")]
         binary = server_binary()
     except NightmillError as error:
         return [Finding("broker", Verdict.BROKEN, str(error), "start the server, or set NIGHTMILL_BROKER_URL")]

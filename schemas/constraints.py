@@ -35,6 +35,7 @@ __all__ = [
 ]
 
 MAX_PATTERN_CHARS = 20_000
+MAX_CHOICES_CHARS = 2**20
 
 
 class Validator(Protocol):
@@ -139,6 +140,8 @@ def _compile_regex(source: str) -> tuple[str, Automaton]:
 
 
 def _parse_choices(source: str) -> list[str]:
+    if len(source) > MAX_CHOICES_CHARS:
+        raise ConstraintError(f"the choices have {len(source)} characters, limit {MAX_CHOICES_CHARS}: offer fewer")
     try:
         choices = load_json(source)
     except (ValueError, RecursionError) as error:

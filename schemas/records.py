@@ -103,10 +103,13 @@ class Message(Record):
     content: str
 
 
+DEFAULT_MAX_TOKENS = 256
+
+
 class Sampling(Record):
     """How tokens are drawn. ``temperature`` 0 is greedy; 0 or 1.0 switches the filters off."""
 
-    max_tokens: int = 256
+    max_tokens: int | None = None  # None: what the longest text of the constraint needs, else DEFAULT_MAX_TOKENS
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -120,7 +123,7 @@ class Sampling(Record):
 
     def __post_init__(self) -> None:
         checks = {
-            "max_tokens must be at least 1": self.max_tokens >= 1,
+            "max_tokens must be at least 1": self.max_tokens is None or self.max_tokens >= 1,
             "temperature must be 0 or more": self.temperature >= 0,
             "top_k must be 0 (off) or more": self.top_k >= 0,
             "top_labels must be 0 (off) or more": self.top_labels >= 0,
@@ -131,6 +134,11 @@ class Sampling(Record):
         }
         if failed := [text for text, holds in checks.items() if not holds]:
             raise ValueError("; ".join(failed))
+
+    @property
+    def budget(self) -> int:
+        """Tokens of the output at most."""
+        return self.max_tokens or DEFAULT_MAX_TOKENS
 
 
 class ModelRef(Record):
@@ -253,6 +261,7 @@ class Request(Record):
     constraint_key: str | None = None
     sampling: Sampling = Sampling()
     seed: int = 0
+    golden_token_ids: tuple[int, ...] = ()  # the output, whatever would be drawn: to learn its log-probabilities
 
     def __post_init__(self) -> None:
         if sum(x is not None for x in (self.text, self.messages, self.token_ids)) != 1:

@@ -43,7 +43,7 @@ class EngineSettings(Section):
     block_size: int = Field(default=0, ge=0)  # tokens per KV block; 0: 16, or 64 for latent attention on a GPU
     kv_cache_gib: float = Field(default=0.0, ge=0)  # 0: 0.9 of free GPU memory; 2 GiB on the CPU
     max_num_seqs: int = Field(default=0, ge=0)  # sequences in a batch; 0: 64 on the CPU, 512 on a GPU
-    max_num_batched_tokens: int = Field(default=0, ge=0)  # rows of a step; 0: 512 on the CPU, 8192 on a GPU
+    max_num_batched_tokens: int = Field(default=0, ge=0)  # rows of a step; 0: 512 on the CPU, 4096 on a GPU
     cuda_graphs: bool = True  # decode steps on a GPU are replayed instead of launched kernel by kernel
     overlap: bool | None = None  # launch a step before the tokens of the one before are read; None: on a GPU
     prefix_cache: bool = True
@@ -97,6 +97,8 @@ class Settings(BaseSettings):
     )
 
     broker_url: str | None = None  # None: the embedded server under state_dir
+    broker_password_file: Path | None = None  # its content is the password, so that none stands in the environment
+    broker_ca_file: Path | None = None  # who may sign the broker's certificate; None: whom this machine trusts
     jobs_root: str = ""  # directory or object-store URI that client and workers share; default state_dir/jobs
     state_dir: Path = Field(default_factory=default_state_dir)
     schedules: str = "schedules.toml"  # file or URI of the nightly runs

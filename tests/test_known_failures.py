@@ -14,6 +14,11 @@ STRUCTURED_OUTPUT = {
     "legal infinite loop": [
         f"{LOOP}::test_legal_infinite_loop_a_model_that_loves_blanks_ends_valid_or_says_that_it_was_cut",
         f"{GRAMMAR}::test_no_blank_can_repeat_for_ever",
+        "engine/test_closing::test_the_worst_model_cannot_overrun_its_budget_nor_leave_half_a_document",
+    ],
+    "a document that its budget cuts": [
+        "engine/test_closing::test_a_random_document_is_closed_wherever_its_shortest_end_fits",
+        "engine/test_closing::test_a_row_that_ends_in_time_is_left_alone",
     ],
     "truncation taken for output": [
         f"{RESULTS}::test_every_finish_reason_has_its_status_and_no_failure_has_a_label",

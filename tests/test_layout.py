@@ -32,7 +32,7 @@ MAY_BUILD_SETTINGS = {
 # Tests of a whole path rather than of one module, by directory.
 WHOLE_PATH_TESTS = {
     "engine": {"test_parity"},
-    "worker": {"test_delivery", "test_shutdown", "test_worker"},
+    "worker": {"test_delivery", "test_security", "test_shutdown", "test_worker"},
 }
 
 FILE_CALLS = {"read_text", "write_text", "read_bytes", "write_bytes", "fdopen", "unlink", "link", "rename", "mkdir"}

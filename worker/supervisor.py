@@ -14,7 +14,7 @@ from typing import Any
 import structlog
 
 from jobs.broker import ensure_broker
-from jobs.finish import try_finish
+from jobs.finish import finish_or_fail
 from jobs.job import SUCCESS_FILE, Job
 from jobs.report import ensure_report
 from jobs.store import exists
@@ -96,7 +96,7 @@ class Supervisor(threading.Thread):
         elif job.state() in UNFINISHED:
             if not job.pending():
                 if job_id in self._complete:  # else whoever committed the last part is at it
-                    try_finish(job)
+                    finish_or_fail(job)
                     ensure_report(job, self._app.store, self._app.settings.jobs)
                 self._complete.add(job_id)
             elif num_sent := self._app.job_queue.reconcile(job):

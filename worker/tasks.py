@@ -19,7 +19,7 @@ from celery import shared_task
 from celery.exceptions import Ignore, Reject
 from celery.worker import state
 
-from jobs.finish import try_finish
+from jobs.finish import finish_or_fail
 from jobs.job import Job, write_failure
 from jobs.ledger import keep_answers
 from jobs.queue import TASK_NAME
@@ -115,9 +115,9 @@ def _go_on(app: Any, job: Job) -> None:
 
 
 def _finish(app: Any, job: Job) -> None:
-    """Finish the job if this was its last chunk; a failure is not this chunk's, and idle workers try again."""
+    """Finish the job if this was its last chunk; a failure is not this chunk's."""
     try:
-        if try_finish(job):
+        if finish_or_fail(job):
             ensure_report(job, app.store, app.settings.jobs)
     except (StoreError, JobError, InputDataError) as error:
         log.error("finish_failed", reason=str(error))

@@ -20,10 +20,14 @@ def make_sequence(tokens: list[int], max_tokens: int = 8) -> Sequence:
 
 
 def make_scheduler(
-    num_blocks: int = 64, max_num_seqs: int = 8, budget: int = 16, prefix_cache: bool = True
+    num_blocks: int = 64,
+    max_num_seqs: int = 8,
+    budget: int = 16,
+    prefix_cache: bool = True,
+    step_sizes: tuple[int, ...] = (),
 ) -> Scheduler:
     pool = BlockPool(num_blocks, BLOCK_SIZE, prefix_cache=prefix_cache)
-    return Scheduler(pool, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
+    return Scheduler(pool, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, step_sizes=step_sizes)
 
 
 def step(scheduler: Scheduler) -> StepPlan:
@@ -44,10 +48,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     """Requests arrive, are cancelled and run; nothing is lost, overbooked or leaked, and everything ends."""
 
     @initialize(
-        num_blocks=st.integers(8, 24), max_num_seqs=st.integers(1, 6), budget=st.integers(1, 20), prefix=st.booleans()
+        num_blocks=st.integers(8, 24),
+        max_num_seqs=st.integers(1, 6),
+        budget=st.integers(1, 20),
+        prefix=st.booleans(),
+        step_sizes=st.sampled_from([(), (3, 6, 9), (4, 16)]),
     )
-    def make(self, num_blocks: int, max_num_seqs: int, budget: int, prefix: bool) -> None:
-        self.scheduler = make_scheduler(num_blocks, max_num_seqs, budget, prefix)
+    def make(self, num_blocks: int, max_num_seqs: int, budget: int, prefix: bool, step_sizes: tuple[int, ...]) -> None:
+        self.scheduler = make_scheduler(num_blocks, max_num_seqs, budget, prefix, step_sizes)
         self.sequences: list[Sequence] = []
 
     @rule(
@@ -193,3 +201,20 @@ def test_planning_changes_nothing() -> None:
         scheduler.admit()
         assert scheduler.plan() == scheduler.plan()
         step(scheduler)
+
+
+def test_the_last_rows_wait_rather_than_cause_padding() -> None:
+    scheduler = make_scheduler(budget=100, step_sizes=(8, 16, 32))
+    for tokens in ([1] * 12, [2] * 9, [3] * 2):
+        scheduler.add(make_sequence(tokens))
+    assert [run.num_tokens for run in step(scheduler).runs] == [12, 4]
+    assert [run.num_tokens for run in step(scheduler).runs] == [1, 5, 2], "what is left out of a step leads the next"
+
+
+def test_a_step_is_padded_where_filling_it_would_leave_out_most_of_the_prefills() -> None:
+    scheduler = make_scheduler(budget=100, max_num_seqs=20, step_sizes=(8,))
+    for index in range(7):
+        scheduler.add(make_sequence([index]))
+    assert step(scheduler).num_tokens == 7
+    scheduler.add(make_sequence([9] * 6))
+    assert [run.num_tokens for run in step(scheduler).runs] == [1] * 7 + [6]

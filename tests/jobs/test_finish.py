@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jobs.finish import final_state, try_finish
+from jobs.finish import final_state, finish_or_fail, try_finish
 from jobs.job import Job, part_key
 from jobs.results import run_rows
 from jobs.source import ChunkReader
@@ -333,6 +333,29 @@ def test_a_finisher_whose_file_the_first_one_swept_is_content(tmp_path: Path) ->
     assert try_finish(job)
     assert output_of(job).num_rows == 10
     assert job.store.list("_staging") == []
+
+
+def test_a_part_that_goes_while_the_job_is_finished_is_pending_again(tmp_path: Path) -> None:
+    job = run_job(make_job(tmp_path))
+    whole = job.store
+    job.store = slow = Slow(Path(job.store.locate("")))
+    slow.overtake = lambda: whole.delete(part_key(1))
+    assert not try_finish(job)
+    assert (job.pending(), job.success()) == ((1,), None)
+
+
+def test_what_only_a_person_can_mend_fails_the_job_until_it_is_mended(tmp_path: Path) -> None:
+    job = run_job(make_job(tmp_path))
+    times = (tmp_path / "in.parquet").stat()
+    os.utime(tmp_path / "in.parquet", ns=(1, 1))
+    with pytest.raises(JobError, match="changed since"):
+        finish_or_fail(job)
+    failure = job.failure()
+    assert failure is not None
+    assert (job.state(), "changed since" in failure.cause) == (JobState.FAILED, True)
+    os.utime(tmp_path / "in.parquet", ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert finish_or_fail(job)
+    assert job.state() is JobState.DONE
 
 
 def test_a_file_that_somebody_else_puts_there_meanwhile_is_not_replaced(tmp_path: Path) -> None:

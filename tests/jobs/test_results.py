@@ -133,6 +133,20 @@ def test_a_truncated_row_gets_what_the_longest_text_of_its_constraint_needs_wher
     assert budgets(19) == [20], "it was enough, so that more cannot help"
 
 
+def test_a_row_that_was_told_no_budget_has_room_for_the_longest_text_of_its_constraint(tmp_path: Path) -> None:
+    def budget(source: str | None, **sampling: int) -> int:
+        constraint = Constraint(kind=ConstraintKind.REGEX, source=source) if source else None
+        _, engine = run_one(tmp_path, "yes", sampling=Sampling(**sampling), constraint=constraint)
+        return engine.requests[0].sampling.budget
+
+    assert budget("yes|no") == 4
+    assert budget("yes|[a-z]{400}") == 401
+    assert budget("yes|[a-z]{4000}") == MODEL.max_model_len
+    assert budget("yes|a*") == 256
+    assert budget(None) == 256
+    assert budget("yes|no", max_tokens=9) == 9
+
+
 def test_silent_repair_a_document_cut_by_its_budget_is_never_completed(tmp_path: Path) -> None:
     schema = {"type": "object", "properties": {"n": {"type": "string"}, "items": {"type": "array"}}}
     for text in ('{"n": "A", "items": ["x", "y"', '{"n": "A"}'):  # the second is whole, but the model was not done

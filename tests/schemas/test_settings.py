@@ -51,7 +51,7 @@ def test_redis_urls_are_taken(url: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("ENGINE__BLOCK_SIZE", "0"),
+        ("ENGINE__BLOCK_SIZE", "-1"),
         ("ENGINE__COMPILE_TIMEOUT_S", "0"),
         ("JOBS__CHUNK_ROWS", "-1"),
         ("LOG__LEVEL", "LOUD"),

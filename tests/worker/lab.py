@@ -173,9 +173,12 @@ class Lab:
             name=name,
             inputs=inputs.files,
             model=model or self.model,
-            prompt_column="text",
             chat=False,
-            **{"sampling": Sampling(max_tokens=max(1, int(seconds * TOKENS_PER_S))), **spec_fields},
+            **{
+                "prompt_column": "text",
+                "sampling": Sampling(max_tokens=max(1, int(seconds * TOKENS_PER_S))),
+                **spec_fields,
+            },
         )
         chunks = make_chunks(inputs.files, chunk_rows)
         outside: dict[str, Any] = {"priority": priority, "thresholds": thresholds, "before_start": before_start}

@@ -367,7 +367,9 @@ def total(heartbeats: Iterable[Heartbeat]) -> Heartbeat:
     """One heartbeat for all replicas: what they count, added up."""
     each = list(heartbeats)
     counts = {
-        name: sum(getattr(beat, name) for beat in each) for name in Heartbeat.__struct_fields__ if name[:4] == "num_"
+        name: sum(getattr(beat, name) for beat in each)
+        for name in Heartbeat.__struct_fields__
+        if name.startswith("num_") or name.endswith("_s")
     }
     phases = {beat.phase for beat in each}
     phase = next(phase for phase in ("loading", "running", "idle") if phase in phases)

@@ -77,6 +77,14 @@ class Heartbeat(Record, tag=True):
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
+    num_forced_tokens: int = 0
+    num_batched_tokens: int = 0
+    num_preemptions: int = 0
+    num_finished: int = 0
+    num_kv_blocks: int = 0
+    num_kv_blocks_used: int = 0
+    step_s: float = 0.0
+    mask_s: float = 0.0
     num_expert_moves: int = 0
     expert_balance: float = 0.0
 

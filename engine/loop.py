@@ -6,6 +6,7 @@ in a step is a bug or a broken device, and is the caller's to report.
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable
@@ -132,6 +133,7 @@ class Engine:
 
     def step(self) -> list[Completion]:
         """Advance all running sequences by one step and return what ended since the last call."""
+        started_s = time.perf_counter()
         self._admit()
         launched = self._launch()
         if self._in_flight:
@@ -140,6 +142,7 @@ class Engine:
         if launched and not self._overlaps:
             self._collect(launched)
             self._in_flight = None
+        self.stats.step_s += time.perf_counter() - started_s
         completions, self._completions = self._completions, []
         return completions
 
@@ -214,6 +217,8 @@ class Engine:
                 self.stats.num_prompt_tokens += sequence.num_prompt
                 self.stats.num_cached_tokens += sequence.num_cached
         self.stats.num_running = len(self._scheduler.running)
+        pool = self._scheduler.pool
+        self.stats.num_kv_blocks, self.stats.num_kv_blocks_used = pool.capacity, pool.capacity - pool.num_free
         self.stats.num_waiting = max(0, len(self._sequences) - self.stats.num_running)
 
     def _launch(self) -> Launched | None:
@@ -240,7 +245,9 @@ class Engine:
         sequences = [run.sequence for run in plan.runs if run.wants_logits]
         if not sequences:
             return Launched([], None)
+        started_s = time.perf_counter()
         bitmask = self._grammars.fill([sequence.matcher for sequence in sequences])  # while the device computes
+        self.stats.mask_s += time.perf_counter() - started_s
         branches = launch_branches(logits, sequences)  # before the sampler overwrites the logits
         draw = self._sampler.sample(logits, sequences, bitmask)
         for row, sequence in enumerate(sequences):

@@ -6,6 +6,7 @@ process manager are the worker's business and are ignored here. Knows neither mo
 
 import contextlib
 import ctypes
+import dataclasses
 import os
 import queue
 import signal
@@ -205,18 +206,11 @@ def _apply(engine: EngineLike, frame: ClientFrame | Arrivals) -> None:
 
 
 def _heartbeat(engine: EngineLike) -> Heartbeat:
-    stats, is_busy = engine.stats, engine.has_work()
-    return Heartbeat(
-        phase="running" if is_busy else "idle",
-        num_running=stats.num_running if is_busy else 0,  # the gauges are as the last step found them
-        num_waiting=stats.num_waiting if is_busy else 0,
-        num_steps=stats.num_steps,
-        num_prompt_tokens=stats.num_prompt_tokens,
-        num_cached_tokens=stats.num_cached_tokens,
-        num_output_tokens=stats.num_output_tokens,
-        num_expert_moves=stats.num_expert_moves,
-        expert_balance=stats.expert_balance,
-    )
+    is_busy = engine.has_work()
+    values = dataclasses.asdict(engine.stats)
+    if not is_busy:  # these gauges are as the last step found them
+        values |= {"num_running": 0, "num_waiting": 0}
+    return Heartbeat(phase="running" if is_busy else "idle", **values)
 
 
 def _fatal(error: Exception) -> Fatal:

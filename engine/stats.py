@@ -17,5 +17,9 @@ class EngineStats:
     num_batched_tokens: int = 0  # rows computed: recomputation after a preemption counts again
     num_preemptions: int = 0
     num_finished: int = 0
+    num_kv_blocks: int = 0  # gauge, as the next
+    num_kv_blocks_used: int = 0
+    step_s: float = 0.0  # in steps, and of these
+    mask_s: float = 0.0  # in filling masks
     num_expert_moves: int = 0
     expert_balance: float = 0.0  # gauge: mean load of a rank over the busiest one's; 0 where it is not measured

@@ -176,6 +176,16 @@ class Queue:
         """Messages that wait in a queue, those that workers hold not counted. Raises BrokerError."""
         return sum(self._call(lambda: [int(self._redis.llen(key)) for key in list_keys(queue_name)]))
 
+    def oldest_wait_s(self, queue_name: str) -> float:
+        """How long the message waits that waits longest, 0 if none does. Raises BrokerError.
+
+        Only the ends of the queue are looked at: between them stands what came between them.
+        """
+        places = [(key, end) for key in list_keys(queue_name) for end in (0, -1)]
+        messages = self._call(lambda: [self._redis.lindex(key, end) for key, end in places])
+        sent_s = [_decode_message(message).headers.sent_s for message in messages if message]
+        return max([0.0, *(time.time() - at_s for at_s in sent_s if at_s)])
+
     def workers_serving(self, queue_name: str) -> int:
         """How many live workers serve a queue, those that still load their model included. Raises BrokerError."""
         pattern = _key("worker", queue_name, "*")
@@ -326,6 +336,7 @@ class Queue:
                         task_id=_message_id(job.job_id, index),
                         queue=job.spec.model.queue,
                         priority=STEPS[job.priority],
+                        headers={"sent_s": time.time()},
                         producer=producer,
                     )
         except (OperationalError, OSError, *TRANSIENT) as error:
@@ -390,6 +401,7 @@ class Queue:
 
 class _Headers(msgspec.Struct):
     id: str = ""
+    sent_s: float = 0.0
 
 
 class _Message(msgspec.Struct):

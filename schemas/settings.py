@@ -67,7 +67,8 @@ class WorkerSettings(Section):
     drain_s: float = Field(default=600.0, ge=0)  # after SIGTERM, before running chunks are given back
     visibility_timeout_s: float = Field(default=60.0, gt=0)
     reconcile_interval_s: float = Field(default=15.0, gt=0)
-    metrics_port: int | None = None
+    metrics_port: int | None = None  # of /metrics, /healthz and /readyz; None: none of them
+    metrics_host: str = "127.0.0.1"
 
 
 class JobsSettings(Section):

@@ -26,6 +26,8 @@ from schemas.model_files import model_ref
 from schemas.records import ModelRef
 from schemas.settings import Settings
 from worker.consumer import Renewal
+from worker.metrics import Metrics
+from worker.tracing import make_tracer
 
 log = structlog.get_logger(__name__)
 
@@ -40,7 +42,9 @@ class WorkerApp(Celery):  # type: ignore[misc]
         self.created_at = time.monotonic()
         self.settings = settings
         self.make_client = make_client
-        self.on_hop = on_hop
+        self.tracer = make_tracer()
+        self.on_hop = self.tracer.marking(on_hop)
+        self.metrics = Metrics()
         self.conf.update(celery_config(settings, broker_url(settings)))
         self.steps["consumer"].add(Renewal)
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
+from wsgiref.simple_server import WSGIServer
 
 import msgspec
 import structlog
@@ -16,8 +17,9 @@ from celery.concurrency.base import BasePool, apply_target
 from celery.worker import state
 
 from engine.client import EngineClient
-from schemas.errors import NightmillError
+from schemas.errors import NightmillError, SettingsError
 from worker.admission import Admission
+from worker.http_server import serve
 from worker.machine import Machine
 from worker.supervisor import Supervisor
 
@@ -26,6 +28,9 @@ log = structlog.get_logger(__name__)
 POLL_S = 0.1
 GIVE_BACK_S = 10.0
 """How long chunks that were asked to stop may take to give their messages back."""
+
+MAX_SILENCE_S = 300.0
+"""Of the housekeeping thread, which goes round every few seconds, but may finish a large job on its way."""
 
 EXIT_ENGINE_FAILED = 1
 FIRST_NUMBER = 10_000_000
@@ -103,18 +108,52 @@ class EnginePool(BasePool):  # type: ignore[misc]
         self._has_failed = False
         self.admission = Admission()
         self._supervisor = Supervisor(self.app, self.is_idle)
+        self._server: WSGIServer | None = None
 
     def on_start(self) -> None:
         """Load the engine, then open the slots. Leaves at once when a shutdown signal comes first."""
+        self._serve_http()
         self._supervisor.start()
         settings = self.app.settings.engine_settings()
         self.client = self.app.make_client(self.app.model, settings, on_failed=self._leave)
+        self.app.metrics.attach(self.client)
         self._load()
         self.machine = Machine(self.client, settings, time.monotonic() - self.app.created_at)
         self.machine.start()
         for index in range(self.limit):
             Slot(self, index).start()
         log.info("worker_ready", queue=self.app.model.queue, slots=self.limit, engine_pid=self.client.pid)
+
+    def _serve_http(self) -> None:
+        settings = self.app.settings.worker
+        if settings.metrics_port is None:
+            return
+        try:
+            self._server = serve(
+                settings.metrics_host,
+                settings.metrics_port,
+                self.app.metrics.registry,
+                healthz=self.why_unhealthy,
+                readyz=self.why_not_ready,
+            )
+        except SettingsError as error:
+            log.error("worker_cannot_start", reason=str(error))
+            raise SystemExit(error.exit_code) from error
+
+    def why_unhealthy(self) -> str | None:
+        """Return why the worker should be restarted, if it should."""
+        silent_s = time.monotonic() - self._supervisor.beat_s
+        if self._has_failed:
+            return "the engine was given up"
+        return f"housekeeping is silent for {silent_s:.0f} s" if silent_s > MAX_SILENCE_S else None
+
+    def why_not_ready(self) -> str | None:
+        """Return why the worker takes no chunk now, if so."""
+        if self._is_draining:
+            return "the worker drains"
+        if not self.active or self.client.pid is None:
+            return "the engine is not loaded"
+        return self.why_unhealthy()
 
     def on_apply(self, target: Any, args: Any = None, kwargs: Any = None, **options: Any) -> Delivery:
         """Queue one message for the next free slot."""
@@ -214,6 +253,10 @@ class EnginePool(BasePool):  # type: ignore[misc]
         if hasattr(self, "client"):
             self.client.stop()
         self._wait_idle(POLL_S)  # a chunk that was blocked in the engine ends now
+        self.app.tracer.close()
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
 
     def _drop_waiting(self) -> None:
         """Begin nothing more; a message that is neither run nor acknowledged goes back when its channel closes."""

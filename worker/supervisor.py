@@ -18,7 +18,7 @@ from jobs.finish import finish_or_fail
 from jobs.job import SUCCESS_FILE, Job
 from jobs.report import ensure_report
 from jobs.store import exists
-from schemas.errors import NightmillError
+from schemas.errors import BrokerError, NightmillError
 from schemas.records import JobState
 
 log = structlog.get_logger(__name__)
@@ -36,6 +36,7 @@ class Supervisor(threading.Thread):
         self._is_idle = is_idle
         self._stopped = threading.Event()
         self._name = f"{socket.gethostname()}-{os.getpid()}"
+        self.beat_s = time.monotonic()  # when it last went round
         self._others: set[str] = set()  # jobs of other queues
         self._complete: set[str] = set()  # jobs whose last part was there at the last look
 
@@ -45,6 +46,8 @@ class Supervisor(threading.Thread):
         reconcile_at = time.monotonic() + interval_s
         while True:
             self._attempt(self._announce)
+            self._measure()
+            self.beat_s = time.monotonic()
             if self._is_idle() and time.monotonic() >= reconcile_at:
                 self._attempt(self._reconcile)
                 reconcile_at = time.monotonic() + interval_s
@@ -77,6 +80,13 @@ class Supervisor(threading.Thread):
     def _announce(self) -> None:
         ensure_broker(self._app.settings)  # a dead embedded broker has nobody else to start it
         self._app.job_queue.announce(self._app.model.queue, self._name)
+
+    def _measure(self) -> None:
+        queue, name = self._app.job_queue, self._app.model.queue
+        try:
+            self._app.metrics.observe_queue(queue.depth(name), queue.oldest_wait_s(name))
+        except BrokerError:
+            self._app.metrics.miss_broker()
 
     def _reconcile(self) -> None:
         """Find unfinished jobs of this worker's queue; one idle worker per interval does it for all."""

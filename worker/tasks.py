@@ -62,16 +62,18 @@ def run_chunk(task: Any, job_id: str, index: int) -> None:
     Returns when the message is done with; raises Reject when it must be delivered again.
     """
     slot = current_slot()
-    with structlog.contextvars.bound_contextvars(job=job_id, chunk=index):
+    with structlog.contextvars.bound_contextvars(job=job_id, chunk=index), task.app.tracer.chunk(job_id, index):
         try:
             _receive(task.app, slot, job_id, index)
         except Interrupted as error:
             if task.request.id in state.revoked:
                 raise Ignore from error  # Celery has acknowledged it already
             log.info("chunk_given_back")
+            task.app.metrics.count_chunk("given_back")
             raise Reject(str(error), requeue=True) from error
         except (StoreError, EngineError, OSError) as error:
             log.error("chunk_postponed", reason=str(error), rest_s=REST_S)
+            task.app.metrics.count_chunk("postponed")
             slot.rest(REST_S)
             raise Reject(str(error), requeue=True) from error
 
@@ -90,10 +92,12 @@ def _receive(app: Any, slot: Slot, job_id: str, index: int) -> None:
     if not job.is_committed(index):
         if job.is_stopped():
             log.info("chunk_dropped", reason="the job is cancelled, paused or aborted")
+            app.metrics.count_chunk("dropped")
             return
         with app.job_queue.lease(job_id, index) as is_ours:
             if not is_ours:
                 log.info("chunk_dropped", reason="another worker has its lease")
+                app.metrics.count_chunk("lease_held")
                 return
             app.on_hop("leased")
             if job.failure() is not None:
@@ -157,6 +161,7 @@ class ChunkRun:
             if self._slot.is_stopping:
                 raise
             log.info("chunk_dropped", reason="the job was cancelled, paused or aborted")
+            self._app.metrics.count_chunk("dropped")
             return False
         queue.forget_deliveries(job_id, index)
         return True
@@ -188,6 +193,7 @@ class ChunkRun:
             if isinstance(error, (StoreError, OSError)) and not isinstance(error, NotFound):
                 raise
             log.exception("chunk_failed", delivery=num_deliveries, limit=limit)
+            self._app.metrics.count_chunk("failed")
             if num_deliveries < limit:
                 raise Reject(repr(error), requeue=True) from error
             self._park(f"{type(error).__name__}: {error}")
@@ -198,8 +204,11 @@ class ChunkRun:
             rows, known = self._run_rows()
         self._app.on_hop("validated")
         provenance = self._slot.pool.machine.describe_run(started_s, rows)
-        self._commit(rows, known=known.table, provenance=provenance)
+        is_ours = self._commit(rows, known=known.table, provenance=provenance)
         seconds = round(time.time() - started_s, 3)
+        if is_ours:
+            statuses = Counter(row.status for row in rows) + Counter(known.statuses.values())
+            self._app.metrics.count_part(statuses, seconds)
         log.info("chunk_done", rows=self._chunk.num_rows, computed=len(rows), seconds=seconds)
 
     def _run_rows(self) -> tuple[list[RowResult], Known]:
@@ -231,19 +240,24 @@ class ChunkRun:
 
     def _park(self, cause: str) -> None:
         log.error("chunk_parked", reason=cause)
+        self._app.metrics.count_chunk("parked")
         done, known = self._spill.read(), read_known(self._job, self._chunk.index)
         failed = failed_rows(self._chunk, f"the chunk was parked: {cause}")
         rows = [done.get(row.row_index, row) for row in failed if row.row_index not in known.statuses]
         history = self._app.job_queue.deliveries(self._job.job_id, self._chunk.index)
-        self._commit(rows, known=known.table, parked=True, history=history)
+        if self._commit(rows, known=known.table, parked=True, history=history):
+            self._app.metrics.count_rows(Counter(row.status for row in rows) + Counter(known.statuses.values()))
 
-    def _commit(self, rows: list[RowResult], **how: Any) -> None:
-        """Commit the part; ``how`` as for Job.commit_part."""
-        if not self._job.commit_part(self._chunk.index, rows, **how):
+    def _commit(self, rows: list[RowResult], **how: Any) -> bool:
+        """Commit the part; ``how`` as for Job.commit_part. False: another worker was first."""
+        is_ours = self._job.commit_part(self._chunk.index, rows, **how)
+        if not is_ours:
             log.info("chunk_was_committed", reason="another worker was first")
+            self._app.metrics.count_chunk("overtaken")
         self._spill.remove()
         self._abort_beyond_thresholds()
         self._app.on_hop("committed")
+        return is_ours
 
     def _submit(self, request: Request, constraint: Constraint | None) -> Future[Completion]:
         future: Future[Completion] = self._slot.pool.client.submit(request, constraint)

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from engine.rank import main
+from engine.stats import EngineStats
 from schemas.errors import ModelError, SettingsError
 from schemas.records import Completion, Constraint, FinishReason, ModelRef, Request
 from schemas.settings import EngineSettings
@@ -31,16 +32,7 @@ class FakeEngine:
 
     def __init__(self, model: ModelRef, settings: EngineSettings, rank: int, rendezvous: str) -> None:
         self.credits = settings.max_num_seqs or 16
-        self.stats = SimpleNamespace(
-            num_running=0,
-            num_waiting=0,
-            num_steps=0,
-            num_prompt_tokens=0,
-            num_cached_tokens=0,
-            num_output_tokens=0,
-            num_expert_moves=0,
-            expert_balance=0.0,
-        )
+        self.stats = EngineStats()
         self._constraints: dict[str, Constraint] = {}
         self._running: dict[str, tuple[Request, int]] = {}
         self._done: list[Completion] = []

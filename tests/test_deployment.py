@@ -1,6 +1,8 @@
 """The files that start Nightmill elsewhere are well formed: compose file, Dockerfiles, Makefile, CI entry."""
 
+import json
 import re
+import shutil
 import subprocess
 import tomllib
 from pathlib import Path
@@ -8,10 +10,14 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import redis
 import yaml
+from compose_spec import PyCompose
 
 from schemas.constraints import load_constraint, make_validator
 from schemas.records import ConstraintKind
+from schemas.settings import Settings
+from tests.waiting import wait_until
 
 INSTRUCTIONS = {
     "FROM",
@@ -31,35 +37,94 @@ INSTRUCTIONS = {
 
 @pytest.fixture(scope="module")
 def compose(repo_root: Path) -> dict[str, Any]:
-    document: dict[str, Any] = yaml.safe_load((repo_root / "docker-compose.yml").read_text())
+    """The compose file with the defaults of its variables."""
+    text = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", (repo_root / "docker-compose.yml").read_text())
+    document: dict[str, Any] = yaml.safe_load(text)
     return document
 
 
-def test_compose_has_a_durable_queue_workers_and_the_schedule(compose: dict[str, Any]) -> None:
+def ours(compose: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {name: each for name, each in compose["services"].items() if each["image"].startswith("nightmill:")}
+
+
+def test_compose_is_valid_by_its_specification(compose: dict[str, Any]) -> None:
+    document = PyCompose.from_json(json.dumps(compose))
+    for check in ("configs", "networks", "secrets", "volumes"):
+        getattr(document, f"validate_{check}")()
+    assert set(document.service_names()) == set(compose["services"])
+
+
+def test_compose_has_a_queue_workers_the_schedule_and_what_watches_them(compose: dict[str, Any]) -> None:
     services = compose["services"]
-    assert {"redis", "worker", "worker-gpu", "beat"} <= set(services)
-    assert "--appendonly yes" in services["redis"]["command"]
+    assert set(ours(compose)) == {"worker", "worker-gpu", "beat", "flower"}
+    assert set(services) - set(ours(compose)) == {"redis", "prometheus", "grafana"}
     assert services["worker-gpu"]["profiles"] == ["gpu"]
     devices = services["worker-gpu"]["deploy"]["resources"]["reservations"]["devices"]
     assert devices[0]["driver"] == "nvidia"
 
 
-def test_compose_services_share_the_jobs_root_and_the_broker(compose: dict[str, Any]) -> None:
-    ours = [service for name, service in compose["services"].items() if name != "redis"]
-    for service in ours:
-        assert service["environment"]["NIGHTMILL_BROKER_URL"].startswith("redis://redis:6379")
-        assert service["environment"]["NIGHTMILL_JOBS_ROOT"] == "/jobs"
-        assert "jobs:/jobs" in service["volumes"]
+def test_compose_settings_are_known_and_shared(compose: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = set()
+    for service in ours(compose).values():
+        for name, value in service["environment"].items():
+            monkeypatch.setenv(name, value)
+        settings = Settings.load()
+        found.add((settings.broker_url, settings.broker_password_file, settings.jobs_root))
+        assert {"jobs:/jobs", "state:/state"} <= set(service["volumes"])
         assert service["depends_on"]["redis"]["condition"] == "service_healthy"
+    assert found == {("redis://redis:6379/0", Path("/run/secrets/redis_password"), "/jobs")}
 
 
-def test_compose_volumes_are_declared_and_builds_exist(compose: dict[str, Any], repo_root: Path) -> None:
+def test_compose_runs_pinned_images_as_nobody_special_and_holds_no_secret(compose: dict[str, Any]) -> None:
+    for name, service in compose["services"].items():
+        assert re.search(r":v?\d+\.\d+\.\d+", service["image"]), f"{name}: {service['image']} is not pinned"
+        assert "build" in service or service["user"] not in ("root", "0"), f"{name} runs as root"
+        assert set(service.get("secrets", ())) <= set(compose["secrets"])
+        secrets = [key for key in service.get("environment", {}) if re.search("PASSWORD|SECRET|TOKEN", key)]
+        assert all(key.endswith("_FILE") for key in secrets)
+        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ()))
+    used = {name for service in compose["services"].values() for name in service.get("secrets", ())}
+    assert used == set(compose["secrets"])
+    assert all(secret["file"].startswith("./secrets/") for secret in compose["secrets"].values())
+
+
+def test_compose_redis_wants_the_password_of_its_file_and_is_durable(compose: dict[str, Any], tmp_path: Path) -> None:
+    binary = shutil.which("redis-server")
+    if binary is None:
+        pytest.skip("redis-server is not installed")
+    (tmp_path / "password").write_text('it"s a secret'.replace('"', ""))
+    (tmp_path / "base").write_text(
+        compose["configs"]["redis"]["content"].replace("/data", str(tmp_path))
+        + f"port 0\nunixsocket {tmp_path}/socket\n"
+    )
+    _, _, script = compose["services"]["redis"]["command"]
+    for inside, outside in {"/etc/redis.base": "base", "/run/secrets/redis_password": "password"}.items():
+        assert inside in script
+        script = script.replace(inside, str(tmp_path / outside))
+    server = subprocess.Popen(["sh", "-c", script.replace("$$", "$")], stdout=subprocess.DEVNULL)
+    try:
+        wait_until((tmp_path / "socket").exists, "the server to listen", 20)
+        with redis.Redis(unix_socket_path=str(tmp_path / "socket"), password="its a secret") as client:
+            assert client.config_get("appendonly") == {"appendonly": "yes"}
+            assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "noeviction"}
+        with (
+            redis.Redis(unix_socket_path=str(tmp_path / "socket")) as stranger,
+            pytest.raises(redis.AuthenticationError),
+        ):
+            stranger.ping()
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def test_compose_volumes_are_declared_and_what_it_mounts_exists(compose: dict[str, Any], repo_root: Path) -> None:
     used = {volume.partition(":")[0] for service in compose["services"].values() for volume in service["volumes"]}
     named = {volume for volume in used if re.fullmatch(r"\w+", volume)}
     assert named == set(compose["volumes"])
     builds = [service["build"]["dockerfile"] for service in compose["services"].values() if "build" in service]
     assert builds
-    assert all((repo_root / path).is_file() for path in builds)
+    mounted = [volume for volume in used if volume.startswith("./ops/")]
+    assert all((repo_root / path).exists() for path in [*builds, *mounted])
 
 
 def test_workers_get_the_time_to_drain(compose: dict[str, Any]) -> None:

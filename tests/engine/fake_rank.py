@@ -65,7 +65,7 @@ class FakeEngine:
         if request.constraint_key and request.constraint_key not in self._constraints:
             raise KeyError(f"unknown constraint {request.constraint_key}")
         assert len(self._running) < self.credits, "more requests than credits"
-        self._running[request.request_id] = (request, request.sampling.max_tokens)
+        self._running[request.request_id] = (request, request.sampling.budget)
 
     def cancel(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from jobs.status import _screen
 from schemas.records import JobState, RowStatus
 from tests.jobs.verbs import Machine, commit, json_lines
 
@@ -59,6 +60,14 @@ def test_watching_ends_with_the_jobs_exit_code(queued: Machine) -> None:
     assert queued.run("resume", "data").exit_code == 3
     result = queued.run("status", "data", "--watch", "--json")
     assert (result.exit_code, json_lines(result)[-1]["state"]) == (3, "done_with_errors")
+
+
+def test_a_live_screen_shows_the_last_text_in_place_of_the_ones_before(capsys: pytest.CaptureFixture[str]) -> None:
+    for is_live, shown in ((False, ["first", "last"]), (True, ["last"])):
+        with _screen(is_live=is_live) as put:
+            put("first")
+            put("last")
+        assert capsys.readouterr().out.split() == shown
 
 
 def test_no_jobs_at_all_is_said(machine: Machine) -> None:

@@ -5,6 +5,7 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 import redis
@@ -112,10 +113,13 @@ def test_certificates_are_checked_unless_the_url_says_otherwise() -> None:
     assert broker_url(Settings(broker_url="rediss://h/0?ssl_cert_reqs=none")).endswith("/0?ssl_cert_reqs=none")
 
 
-def test_no_prompt_is_in_logs_or_in_the_broker_whatever_goes_wrong(tmp_path: Path) -> None:
+def test_no_prompt_is_in_logs_metrics_or_the_broker_whatever_goes_wrong(tmp_path: Path) -> None:
     texts = [f"{SECRET} fine", f"kill {SECRET}", f"raise:{SECRET}", f"{SECRET} template", f"{SECRET} parked"]
     template = f"{{{{ text }}}}{{% if 'template' in text %}}{{{{ text.{SECRET.replace('-', '_')}.x }}}}{{% endif %}}"
-    lab = Lab(tmp_path)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    lab = Lab(tmp_path, metrics_port=port)
     try:
         lab.fault("submitted", 4, "raise-always")
         worker = lab.worker(NIGHTMILL_LOG__LEVEL="DEBUG", NIGHTMILL_ENGINE__MAX_RESTARTS="50")
@@ -123,6 +127,8 @@ def test_no_prompt_is_in_logs_or_in_the_broker_whatever_goes_wrong(tmp_path: Pat
         lab.wait_done(job)
         until(lambda: job.state() is JobState.DONE_WITH_ERRORS, "the worker to finish the job")
         stored = b"".join(lab.redis.dump(key) or b"" for key in lab.redis.scan_iter())
+        with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+            stored += answer.read()
         files = [path for path in lab.settings.state_dir.rglob("*") if path.is_file()]
         outside = [path for path in files if not path.is_relative_to(lab.settings.jobs_root)]
         leaks = [path for path in [*outside, worker.log_path] if SECRET.encode() in path.read_bytes()]

@@ -1,4 +1,4 @@
-"""Two ranks give the greedy tokens of one in every topology: two processes run all cases, one after the other."""
+"""Several ranks give the greedy tokens of one in every topology: processes run all cases, one after the other."""
 
 import json
 import subprocess
@@ -19,8 +19,8 @@ from engine.types import Run
 from schemas.model_files import model_ref
 from schemas.settings import EngineSettings
 from tests.engine.fakes import make_sequence
+from tests.engine.one_of_ranks import serve
 from tests.engine.test_parity import random_prompts
-from tests.engine.two_ranks import serve
 from tests.tiny_models import VOCAB_SIZE, write_tiny_model
 
 MAX_TOKENS = 12
@@ -31,7 +31,8 @@ SMALL_STEPS = {
     "max_num_seqs": 6,
     "block_size": 8,
 }
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
+Cases = dict[str, tuple[str, dict[str, Any]]]
+CASES: Cases = {
     "tensor": ("llama3", {"tensor_parallel": 2}),
     "tensor, tied head, biases": ("qwen2", {"tensor_parallel": 2, "overlap": True}),
     "context": ("qwen3", {"context_parallel": 2}),
@@ -50,6 +51,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "context and experts, v3": ("deepseek_v3", {"context_parallel": 2, "expert_parallel": 2}),
 }
 
+CASES_OF_FOUR: Cases = {
+    "tensor and context": ("llama3", {"tensor_parallel": 2, "context_parallel": 2, "overlap": True}),
+    "data and context, experts over both": (
+        "deepseek_v3",
+        {"data_parallel": 2, "context_parallel": 2, "expert_parallel": 4, "overlap": True},
+    ),
+    "data, experts that move": (
+        "qwen3_moe",
+        {"data_parallel": 4, "expert_parallel": 4, "expert_copies": 1, "rebalance_interval": 2, "overlap": True},
+    ),
+    "data, experts in pairs": ("deepseek_v2", {"data_parallel": 4, "expert_parallel": 2}),
+}
+
 
 def batches() -> list[dict[str, list[int]]]:
     """Long and short prompts, some of which begin alike; then some for the first replica alone, then for both."""
@@ -62,19 +76,21 @@ def batches() -> list[dict[str, list[int]]]:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     directory = tmp_path_factory.mktemp("models")
-    return {family: str(write_tiny_model(directory / family, family)) for family, _ in CASES.values()}
+    families = {family for family, _ in (CASES | CASES_OF_FOUR).values()}
+    return {family: str(write_tiny_model(directory / family, family)) for family in families}
 
 
 @pytest.fixture(scope="module")
 def on_cpus(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list[int]]]:
     """The tokens of all requests, by case, from two processes."""
-    return run_two_ranks(models, str(tmp_path_factory.mktemp("rendezvous")), "cpu")
+    return run_ranks(CASES, 2, models, str(tmp_path_factory.mktemp("rendezvous")))
 
 
-def run_two_ranks(
-    models: dict[str, str], directory: str, device: str, dtype: str = "float32"
+def run_ranks(
+    cases: Cases, num_ranks: int, models: dict[str, str], directory: str, *, device: str = "cpu", dtype: str = "float32"
 ) -> dict[str, dict[str, list[int]]]:
-    cases = [
+    """The tokens of all requests, by case, from as many processes as there are ranks."""
+    described = [
         {
             "model": models[family],
             "dtype": dtype,
@@ -83,23 +99,23 @@ def run_two_ranks(
             "batches": batches(),
             "rendezvous": f"{directory}/{number}",
         }
-        for number, (family, settings) in enumerate(CASES.values())
+        for number, (family, settings) in enumerate(cases.values())
     ]
-    command = [sys.executable, "-m", "tests.engine.two_ranks"]
+    command = [sys.executable, "-m", "tests.engine.one_of_ranks"]
     with ExitStack() as stack:
         ranks = [
             stack.enter_context(
                 subprocess.Popen([*command, str(rank)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             )
-            for rank in range(2)
+            for rank in range(num_ranks)
         ]
         for rank in ranks:
             stack.callback(rank.kill)
             assert rank.stdin is not None
-            rank.stdin.write(json.dumps(cases))
+            rank.stdin.write(json.dumps(described))
             rank.stdin.close()
         parts = [json.loads(rank.stdout.read()) for rank in ranks if rank.stdout is not None]
-    return {name: first | second for name, first, second in zip(CASES, *parts, strict=True)}
+    return {name: {k: v for part in parts for k, v in part[number].items()} for number, name in enumerate(cases)}
 
 
 def run_one_rank(model: str, device: str, dtype: str = "float32") -> dict[str, list[int]]:
@@ -119,10 +135,17 @@ def test_two_ranks_give_the_greedy_tokens_of_one(
     assert tokens == run_one_rank(models[CASES[name][0]], "cpu")
 
 
+@pytest.mark.slow
+def test_four_ranks_give_the_greedy_tokens_of_one(models: dict[str, str], tmp_path: Path) -> None:
+    tokens = run_ranks(CASES_OF_FOUR, 4, models, str(tmp_path))
+    assert tokens["data, experts that move"].pop("moves")[0] > 0
+    assert tokens == {name: run_one_rank(models[family], "cpu") for name, (family, _) in CASES_OF_FOUR.items()}
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_two_gpus_give_the_greedy_tokens_of_one(models: dict[str, str], tmp_path: Path) -> None:
-    tokens = run_two_ranks(models, str(tmp_path), "cuda")
+    tokens = run_ranks(CASES, 2, models, str(tmp_path), device="cuda")
     for case in tokens.values():
         case.pop("moves", None)
     assert tokens == {name: run_one_rank(models[family], "cuda") for name, (family, _) in CASES.items()}

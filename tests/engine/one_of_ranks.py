@@ -1,4 +1,4 @@
-"""One of two ranks, run as a script by test_replica: engines of several topologies, one after the other.
+"""One of several ranks, run as a script by test_replica: engines of several topologies, one after the other.
 
 Standard input: JSON of the cases. Standard output: the greedy tokens of this rank's requests, by case. Prompts go to
 the replicas by their numbers.

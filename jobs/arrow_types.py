@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from jobs.confidence import LABELS_TYPE, confidence, labels_value
-from schemas.json_schema import draft_of
+from schemas.json_drafts import draft_of
 from schemas.records import Attempt, ConstraintKind, JobSpec, RowResult
 
 INT64_RANGE = range(-(2**63), 2**63)

@@ -38,11 +38,8 @@ PLAIN_WIDTH = 200  # of tables that go to a file or a pipe
 
 def show_checked_keywords(prepared: "Prepared", *, as_json: bool) -> None:
     """Say which keywords of the constraint the decoder does not keep, and whether the first rows have prompts."""
-    notes = [
-        f"{d.path} is checked after decoding, not enforced: {d.reason}"
-        for d in prepared.decisions
-        if d.decision is Decision.CHECKED
-    ]
+    meanings = {Decision.CHECKED: "checked after decoding, not enforced", Decision.IGNORED: "ignored"}
+    notes = [f"{d.path} is {meanings[d.decision]}: {d.reason}" for d in prepared.decisions if d.decision in meanings]
     if isinstance(prepared.example, Refusal):
         notes.append(f"the first rows have no prompt: {prepared.example.error or prepared.example.status}")
     if prepared.num_rows == 0:

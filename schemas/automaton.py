@@ -7,7 +7,8 @@ from schemas.regex import MAX_CODEPOINT, Chars, Node, Ranges, RegexError, Repeat
 
 MAX_STATES = 50_000
 MAX_CACHED_STEPS = 100_000
-MAX_PAIRS = 2_000
+MAX_VISITED = 100_000
+"""States visited before two patterns count as too complex: some tenths of a second."""
 
 
 def _representatives(ranges: list[tuple[int, int]]) -> list[str]:
@@ -41,17 +42,19 @@ class Automaton:
     def overlaps(self, other: "Automaton") -> bool:
         """Whether some text matches both. Raises RegexError where that takes too long to find out."""
         start = (self._start, other._start)
-        queue, seen = [start], {start}
+        queue, seen, num_visited = [start], {start}, 0
         while queue:
             mine, theirs = queue.pop()
             if self._end in mine and other._end in theirs:
                 return True
-            for char in _representatives([*self._ranges(mine), *other._ranges(theirs)]):
+            representatives = _representatives([*self._ranges(mine), *other._ranges(theirs)])
+            num_visited += len(representatives) * (len(mine) + len(theirs))
+            for char in representatives:
                 pair = (self._step(mine, char), other._step(theirs, char))
                 if all(pair) and pair not in seen:
                     seen.add(pair)
                     queue.append(pair)
-            if len(seen) > MAX_PAIRS:
+            if num_visited > MAX_VISITED:
                 raise RegexError("two patterns are too complex to be told apart")
         return False
 

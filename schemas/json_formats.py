@@ -1,7 +1,12 @@
-"""String formats as patterns: each matches only what the format's check accepts, and nearly all that people write.
+"""String formats: as patterns for a grammar, and what a text must be beyond jsonschema's own, sometimes lax, checks.
 
-Knows no grammar engine; the tests compare every pattern with jsonschema's check.
+Each pattern matches only what the checks accept, and nearly all that people write. Knows no grammar engine; the tests
+compare every pattern with the checks, and those with a second validator.
 """
+
+import re
+
+from rfc3986_validator import validate_rfc3986  # type: ignore[import-untyped]
 
 _DATE = (
     r"([0-9]{3}[1-9]|[0-9]{2}[1-9][0-9]|[0-9][1-9][0-9]{2}|[1-9][0-9]{3})-"
@@ -57,9 +62,41 @@ FORMAT_PATTERNS = {
         "ipv6": _IPV6,
         "uri": _URI,
         "uri-reference": f"{_URI}|{_RELATIVE}",
+        "iri": _URI,
+        "iri-reference": f"{_URI}|{_RELATIVE}",
         "uri-template": rf"([A-Za-z0-9_.~\-!$&()*+,;=:@/?#\[\]]|{_PERCENT}|\{{[#./;?&]?{_VARIABLE}(,{_VARIABLE})*\}})*",
         "uuid": "[0-9A-Fa-f]{8}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{12}",
         "json-pointer": _POINTER,
         "relative-json-pointer": f"(0|[1-9]+0?)(#|{_POINTER})",  # the check takes no digit after a zero
     }.items()
 }
+BASE64_PATTERN = "^([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
+
+_ATEXT = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]"
+_QUOTED = r'"(?:[\x20\x21\x23-\x5b\x5d-\x7e]|\\[\x20-\x7e])*"'
+_HOST_LABEL = "[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+_ADDRESS = rf"(?:{_ATEXT}+(?:\.{_ATEXT}+)*|{_QUOTED})@(?:{_HOST_LABEL}(?:\.{_HOST_LABEL})*|\[[0-9A-Za-z:.]+\])"
+_TEMPLATE = re.compile(
+    r"(?:[\x21\x23-\x24\x26\x28-\x3b\x3d\x3f-\x5b\x5d\x5f\x61-\x7a\x7e\xa0-\ud7ff\uf900-\U0010ffff]"
+    r"|%[0-9A-Fa-f]{2}|\{[^{}]*\})*"
+)
+_UCSCHAR = re.compile("[\xa0-\ud7ff\uf900-\ufdcf\ufdf0-\uffef\U00010000-\U000dffff\U000e1000-\U000efffd]")
+_STRICT = {
+    "email": re.compile(_ADDRESS),
+    "idn-email": re.compile(_ADDRESS.replace("A-Z", r"A-Z\x80-\U0010ffff")),
+    "duration": re.compile(FORMAT_PATTERNS["duration"]),
+    "hostname": re.compile(r"[\x21-\x7e]*[\x21-\x2d\x2f-\x7e]"),
+    "idn-hostname": re.compile(r".*[^.\n]"),
+    "relative-json-pointer": re.compile(r"[0-9].*", re.DOTALL),
+    "uri-template": _TEMPLATE,
+    "regex": re.compile(r"(?:[^\\]|\\[^AZ])*", re.DOTALL),  # these two are Python's own
+    **dict.fromkeys(("date-time", "time", "uri", "uri-reference"), re.compile(r"[^\n]*")),
+}
+
+
+def conforms(text: str, name: str) -> bool:
+    """Whether nothing of the format's RFC, beyond what jsonschema checks of it, speaks against ``text``."""
+    if name in ("iri", "iri-reference"):
+        rule = "URI" if name == "iri" else "URI_reference"
+        return "\n" not in text and bool(validate_rfc3986(_UCSCHAR.sub("%41", text), rule=rule))
+    return name not in _STRICT or _STRICT[name].fullmatch(text) is not None

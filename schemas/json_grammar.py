@@ -9,10 +9,9 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from jsonschema import Draft3Validator
-
 from schemas.errors import ConstraintError
 from schemas.json_branches import excludes
+from schemas.json_drafts import DRAFT_3, draft_of, is_read_alike
 from schemas.json_leaves import JSON_TYPES, EnumValues, number_node, string_node, types_of
 from schemas.json_negation import negate
 from schemas.json_nodes import Node, any_of, array_of, finish
@@ -67,7 +66,7 @@ class CompiledSchema(NamedTuple):
 
 def compile_schema(document: JsonSchema) -> CompiledSchema:
     """Compile for the engine that keeps most, xgrammar if both keep all. Raises ConstraintError: no document fits."""
-    if document.draft is Draft3Validator:
+    if document.draft is DRAFT_3:
         return _unplanned("draft 3 is validated only: any JSON is generated; write the schema for a later draft")
     compiled = [compile_for(engine, document) for engine in (GrammarEngine.XGRAMMAR, GrammarEngine.LLGUIDANCE)]
     return min(compiled, key=lambda result: (result.plan.num_checked, result.is_narrow, result.is_slow))
@@ -76,6 +75,8 @@ def compile_schema(document: JsonSchema) -> CompiledSchema:
 def compile_for(engine: GrammarEngine, document: JsonSchema) -> CompiledSchema:
     for is_multiplying in (True, False):
         compiler = _Compiler(document, engine, is_multiplying)
+        for path, keyword in document.ignored:
+            compiler.plan.note(path, keyword, Decision.IGNORED, "the draft that $schema names does not know it")
         try:
             node = compiler.compile((document.root,), False)
         except _TooLarge:
@@ -178,6 +179,9 @@ class _Compiler:
         return flat, has_ref
 
     def conjunction(self, flat: list[Sub], is_loose: bool) -> Node | None:
+        if foreign := [sub for sub in flat if self.is_of_another_draft(sub)]:
+            self.checked(foreign, "$schema", "another draft than that of the document")
+            return {}
         if any(sub.has("enum") or (sub.has("const") and "const" in self.document.draft.VALIDATORS) for sub in flat):
             return self.enumeration(flat)
         for keyword in ("anyOf", "oneOf"):
@@ -200,6 +204,10 @@ class _Compiler:
             self.checked(present, keyword, reason)
             is_loose |= bool(present)
         return self.typed(flat, types, is_loose)
+
+    def is_of_another_draft(self, sub: Sub) -> bool:
+        """Whether the validator reads ``sub`` by another draft; at the root ``$schema`` names the document's own."""
+        return sub.has("$schema") and draft_of(sub.schema) is not self.document.draft and not is_read_alike(sub.schema)
 
     def enumeration(self, flat: list[Sub]) -> Node | None:
         """An enum or const: its values that the whole conjunction accepts, so that every other keyword is kept too."""

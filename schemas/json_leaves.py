@@ -10,7 +10,8 @@ from decimal import Decimal
 from functools import lru_cache
 from typing import Any, Protocol
 
-from schemas.json_formats import FORMAT_PATTERNS
+from schemas.automaton import Automaton
+from schemas.json_formats import BASE64_PATTERN, FORMAT_PATTERNS
 from schemas.json_schema import APPLICATORS, ASSERTIONS, JsonSchema, Sub
 from schemas.plan import GrammarEngine
 from schemas.regex import (
@@ -42,11 +43,14 @@ PLAIN = complement(((0x00, 0x1F), (0x22, 0x22), (0x5C, 0x5C)))
 """Characters that a JSON string holds unescaped: xgrammar generates patterns from these only."""
 ESCAPABLE = complement(((0x00, 0x07), (0x0B, 0x0B), (0x0E, 0x1F), (0x7F, 0x7F)))
 """What llguidance writes: characters without escape and those with a short one."""
+PATTERN_KEYWORDS = ("pattern", "format", "contentEncoding")
 MAX_INT = 2**63 - 1
 MAX_EXACT_INT = 2**53
 MAX_MODULUS = 1024  # the engine unrolls a modulus into as many states
 MAX_MULTIPLES = 1_000
 MAX_LENGTH = 100_000
+MAX_JOINED_LENGTH = 16
+"""Largest minLength beside a pattern: llguidance was seen to give up on short patterns from 24 on."""
 MAX_DECIMALS = 6  # the engine's ranges of numbers know no more
 MIN_WIDTH = Decimal("0.00001")
 MIN_MODULUS = Decimal("0.00000001")
@@ -139,11 +143,14 @@ def string_node(flat: Sequence[Sub], notes: Notes) -> dict[str, Any] | None:
     high = min(highs) if highs else None
     if high is not None and high < low:
         return None
+    if "contentMediaType" in notes.document.draft.VALIDATORS:
+        holders = [sub for sub in flat if sub.get("contentMediaType") == "application/json"]
+        notes.checked(holders, "contentMediaType", "the grammar does not look into a string")
     if notes.engine is GrammarEngine.LLGUIDANCE:
         return _joined_string(flat, low, high, notes)
     kept_sub, kept_keyword, tree = _pick_pattern(flat, notes)
     for sub in flat:
-        for keyword in ("pattern", "format"):
+        for keyword in PATTERN_KEYWORDS:
             if sub.has(keyword) and (sub is not kept_sub or keyword != kept_keyword):
                 _note_other(sub, keyword, notes)
     if tree is not None and kept_sub is not None and kept_keyword is not None:
@@ -154,9 +161,9 @@ def string_node(flat: Sequence[Sub], notes: Notes) -> dict[str, Any] | None:
 
 def _joined_string(flat: Sequence[Sub], low: int, high: int | None, notes: Notes) -> dict[str, Any] | None:
     """Every pattern, every format that is one, and the lengths, together."""
-    patterns: list[str] = []
-    for sub in flat:
-        for keyword in ("pattern", "format"):
+    trees: list[Node] = []
+    for keyword in PATTERN_KEYWORDS:
+        for sub in flat:
             pattern = _pattern_of(sub, keyword, notes)
             if pattern is None:
                 continue
@@ -167,14 +174,49 @@ def _joined_string(flat: Sequence[Sub], low: int, high: int | None, notes: Notes
             shortest, longest = lengths(tree)
             if (high is not None and shortest > high) or (longest is not None and longest < low):
                 return None
+            if any(_excludes(tree, other) for other in trees):
+                if keyword == "format":
+                    notes.checked((sub,), keyword, "its pattern, which has the usual forms, does not fit the others")
+                    continue
+                return None
             notes.kept((sub,), keyword)
-            patterns.append(f"^({print_regex(tree)})$")
+            if tree not in trees:
+                trees.append(tree)
+    low = _shorten(trees, low, flat, notes)
     node: dict[str, Any] = {"type": "string"}
+    patterns = [f"^({print_regex(tree)})$" for tree in trees]
     if len(patterns) == 1:
         node["pattern"] = patterns[0]
     elif patterns:
-        node["allOf"] = [{"pattern": pattern} for pattern in dict.fromkeys(patterns)]
+        node["allOf"] = [{"pattern": pattern} for pattern in patterns]
     return _with_lengths(node, low, high, flat, notes)
+
+
+def _shorten(trees: list[Node], low: int, flat: Sequence[Sub], notes: Notes) -> int:
+    """The least length that must still be said beside the patterns, into one of which it may go.
+
+    llguidance looks for a string that fits both, and gives up early.
+    """
+    if any(lengths(tree)[0] >= low for tree in trees):
+        return 0
+    if not trees or low <= MAX_JOINED_LENGTH:
+        return low
+    for index, tree in enumerate(trees):
+        fitted = _fit_lengths(tree, low, None)
+        others = [*trees[:index], *trees[index + 1 :]]
+        if fitted is not None and lengths(fitted)[0] >= low and not any(_excludes(fitted, other) for other in others):
+            trees[index] = fitted
+            return 0
+    notes.checked(flat, "minLength", "the grammar engine cannot find out that a string so long fits the pattern")
+    return 0
+
+
+def _excludes(tree: Node, other: Node) -> bool:
+    """Whether surely no string matches both."""
+    try:
+        return not Automaton(tree).overlaps(Automaton(other))
+    except RegexError:
+        return False
 
 
 def _with_lengths(
@@ -192,7 +234,7 @@ def _with_lengths(
 
 def _pick_pattern(flat: Sequence[Sub], notes: Notes) -> tuple[Sub | None, str | None, Node | None]:
     """The first pattern that the grammar can keep, else the first format that is one."""
-    for keyword in ("pattern", "format"):
+    for keyword in PATTERN_KEYWORDS:
         for sub in flat:
             if not sub.has(keyword):
                 continue
@@ -215,6 +257,8 @@ def _pattern_of(sub: Sub, keyword: str, notes: Notes) -> str | None:
         return None
     if keyword == "pattern":
         return value
+    if keyword == "contentEncoding":
+        return BASE64_PATTERN if value == "base64" and keyword in notes.document.draft.VALIDATORS else None
     if value not in notes.document.draft.FORMAT_CHECKER.checkers:
         return None  # an annotation: nothing checks it
     if value not in FORMAT_PATTERNS:
@@ -235,6 +279,8 @@ def pattern_language(pattern: str, allowed: Ranges = PLAIN) -> Node | str:
 def _note_other(sub: Sub, keyword: str, notes: Notes) -> None:
     if keyword == "format" and sub.schema["format"] not in notes.document.draft.FORMAT_CHECKER.checkers:
         return  # an annotation: nothing checks it
+    if keyword == "contentEncoding" and _pattern_of(sub, keyword, notes) is None:
+        return
     notes.checked((sub,), keyword, "the grammar keeps one pattern a string")
 
 

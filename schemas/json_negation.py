@@ -6,8 +6,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from jsonschema import Draft4Validator
-
+from schemas.json_drafts import DRAFT_4
 from schemas.json_schema import APPLICATORS, ASSERTIONS, JsonSchema, Sub
 from schemas.regex import all_but, print_regex
 
@@ -94,7 +93,7 @@ def _negate_keyword(sub: Sub, keyword: str, value: Any, document: JsonSchema, de
             return [{"type": type_name, f"max{suffix}": value - 1}] if value > 0 else []
         if keyword == f"max{suffix}":
             return [{"type": type_name, f"min{suffix}": value + 1}]
-    if keyword in BOUNDS and document.draft is not Draft4Validator:  # whose exclusive bounds are flags
+    if keyword in BOUNDS and document.draft is not DRAFT_4:  # whose exclusive bounds are flags
         return [{"type": "number", BOUNDS[keyword]: value}]
     raise _Unknown
 

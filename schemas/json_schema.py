@@ -7,30 +7,21 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from decimal import Decimal, localcontext
 from typing import Any
 from urllib.parse import quote
 
-from jsonschema import (
-    Draft3Validator,
-    Draft4Validator,
-    Draft6Validator,
-    Draft7Validator,
-    Draft202012Validator,
-)
-from jsonschema.exceptions import SchemaError, ValidationError, best_match
+from jsonschema.exceptions import SchemaError, best_match
 from jsonschema.protocols import Validator as SchemaValidator
-from jsonschema.validators import extend, validator_for
 from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
 from referencing import Registry
 from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012, specification_with
 
 from schemas.errors import ConstraintError
+from schemas.json_drafts import DRAFT_3, DRAFT_4, DRAFT_6, DRAFT_7, LATER, draft_of
 
 MAX_SOURCE_BYTES = 2**20
 MAX_DEPTH = 100
-DECIMAL_DIGITS = 5_000  # the quotient of the longest integer that Python reads and the smallest 64-bit float
 MAX_MIN_ITEMS = 10_000
 """Largest minLength, minItems or minProperties: more than a model's context could hold."""
 
@@ -53,7 +44,7 @@ ARRAY_KEYWORDS = frozenset(
         *("minContains", "maxContains", "unevaluatedItems"),
     )
 )
-STRING_KEYWORDS = frozenset(("minLength", "maxLength", "pattern", "format"))
+STRING_KEYWORDS = frozenset(("minLength", "maxLength", "pattern", "format", "contentEncoding", "contentMediaType"))
 NUMBER_KEYWORDS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"))
 ASSERTIONS = OBJECT_KEYWORDS | ARRAY_KEYWORDS | STRING_KEYWORDS | NUMBER_KEYWORDS | {"type", "enum", "const", "extends"}
 APPLICATORS = frozenset(("allOf", "anyOf", "oneOf", "not", "if", "$ref", "$dynamicRef", "$recursiveRef"))
@@ -151,33 +142,19 @@ class JsonSchema:
         resource = specification.create_resource(self.schema)
         base = resource.id() or ""
         self.registry: Registry[Any] = REGISTRY.with_resource(base, resource)
-        self.ignores_ref_siblings = self.draft in (Draft3Validator, Draft4Validator, Draft6Validator, Draft7Validator)
+        self.ignores_ref_siblings = self.draft in (DRAFT_3, DRAFT_4, DRAFT_6, DRAFT_7)
+        self.later_keywords = LATER.get(self.draft, frozenset())
+        self.ignored: list[tuple[str, str]] = []  # path and keyword of what only later drafts know
         self.root = Sub(self.schema, "", self.registry.resolver(base), self.ignores_ref_siblings)
-        self.validator = self._make_validator()
+        make: Callable[..., SchemaValidator] = self.draft
+        self.validator = make(self.schema, registry=self.registry, format_checker=self.draft.FORMAT_CHECKER)
         _check_references(self)
-
-    def _make_validator(self) -> SchemaValidator:
-        make: Callable[..., SchemaValidator] = extend(self.draft, {"multipleOf": _multiple_of})  # type: ignore[no-untyped-call]
-        return make(self.schema, registry=self.registry, format_checker=self.draft.FORMAT_CHECKER)
 
     def validator_at(self, sub: Sub) -> SchemaValidator:
         """A validator for one subschema, its references resolved where it stands."""
         if sub.path.startswith("<") or sub.resolver is not self.root.resolver:
             return self.validator.evolve(schema=sub.schema, _resolver=sub.resolver)
         return self.validator.evolve(schema=sub.schema)
-
-
-def _multiple_of(validator: Any, factor: Any, value: Any, schema: Any) -> Iterator[ValidationError]:
-    """``multipleOf`` by decimal digits: in binary 0.3 would be no multiple of 0.1."""
-    if not validator.is_type(value, "number"):
-        return
-    if isinstance(value, int) and isinstance(factor, int):
-        remainder: Any = value % factor
-    else:
-        with localcontext(prec=DECIMAL_DIGITS):
-            remainder = Decimal(repr(value)) % Decimal(repr(factor))
-    if remainder:
-        yield ValidationError(f"{value!r} is not a multiple of {factor}")
 
 
 def _parse_source(source: str) -> Any:
@@ -209,19 +186,6 @@ def _check_depth(node: Any, path: str, depth: int) -> None:
         _check_depth(child, f"{path}/{key}", depth + 1)
 
 
-def draft_of(schema: Any) -> Any:
-    """The validator class of the schema's ``$schema``; draft 2020-12 where it names none that we know."""
-    name = schema.get("$schema") if isinstance(schema, dict) else None
-    if not isinstance(name, str):
-        return Draft202012Validator
-    for spelling in (name, name.rstrip("#"), name.rstrip("#").replace("https://json-schema", "http://json-schema")):
-        found = validator_for({"$schema": spelling}, default=None)  # type: ignore[arg-type]
-        found = found or validator_for({"$schema": spelling + "#"}, default=None)  # type: ignore[arg-type]
-        if found is not None:
-            return found
-    return Draft202012Validator
-
-
 def _check_metaschema(draft: Any, schema: Any) -> None:
     try:
         draft.check_schema(schema)
@@ -242,6 +206,11 @@ def _check_references(document: JsonSchema) -> None:
         if not isinstance(sub.schema, dict) or id(sub.schema) in seen:
             continue
         seen.add(id(sub.schema))
+        if sub is not document.root and "$schema" in sub.schema and draft_of(sub.schema) is document.draft:
+            del sub.schema["$schema"]  # jsonschema would go on with its own reading of the draft
+        for keyword in document.later_keywords & sub.schema.keys():
+            del sub.schema[keyword]
+            document.ignored.append((sub.path, keyword))
         if isinstance(sub.schema.get("$ref"), str):
             queue.append(sub.target())
         _check_limits(sub)

@@ -10,6 +10,7 @@ class Decision(StrEnum):
 
     ENFORCED = "enforced"  # no text that breaks it can be generated
     CHECKED = "checked"  # validated after decoding; a row that breaks it is retried
+    IGNORED = "ignored"  # the draft that the schema names does not know it: nothing keeps it
     REFUSED = "refused"  # cannot work at all: load_constraint raises
 
 
@@ -29,7 +30,7 @@ class KeywordDecision(Record, frozen=True):
     reason: str
 
 
-SEVERITY = (Decision.ENFORCED, Decision.CHECKED, Decision.REFUSED)
+SEVERITY = tuple(Decision)
 
 
 class PlanWriter:
@@ -51,5 +52,5 @@ class PlanWriter:
 
     @property
     def num_checked(self) -> int:
-        """Keywords that are not enforced."""
-        return sum(row.decision is not Decision.ENFORCED for row in self._rows.values())
+        """Keywords that are left to be checked."""
+        return sum(row.decision is Decision.CHECKED for row in self._rows.values())

@@ -5,8 +5,8 @@ import re
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from jsonschema import Draft202012Validator
 
+from schemas.json_drafts import DRAFT_2020_12
 from schemas.json_formats import FORMAT_PATTERNS
 
 WRITTEN = {
@@ -32,10 +32,10 @@ WRITTEN = {
 @given(st.data())
 def test_a_pattern_matches_only_what_the_check_accepts(name: str, data: st.DataObject) -> None:
     text = data.draw(st.from_regex(FORMAT_PATTERNS[name], fullmatch=True))
-    assert Draft202012Validator.FORMAT_CHECKER.conforms(text, name), text
+    assert DRAFT_2020_12.FORMAT_CHECKER.conforms(text, name), text
 
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_pattern_matches_what_people_write(name: str) -> None:
     assert [text for text in WRITTEN[name] if not re.fullmatch(FORMAT_PATTERNS[name], text)] == []
-    assert [text for text in WRITTEN[name] if not Draft202012Validator.FORMAT_CHECKER.conforms(text, name)] == []
+    assert [text for text in WRITTEN[name] if not DRAFT_2020_12.FORMAT_CHECKER.conforms(text, name)] == []

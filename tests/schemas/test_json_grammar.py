@@ -33,6 +33,42 @@ DRAFT_7 = "http://json-schema.org/draft-07/schema#"
 # name: (schema, valid documents that must be generated, invalid documents, keywords that are only checked)
 SHAPES: dict[str, tuple[Any, list[Any], list[Any], set[str]]] = {
     "required without properties": ({"type": "object", "required": ["a"]}, [{"a": 1}], [{}, {"b": 1}, 1], set()),
+    "dependencies after draft 7": (
+        {"type": "object", "dependencies": {"a": ["b"]}},
+        [{}, {"a": 1, "b": 2}],
+        [{"a": 1}],
+        set(),
+    ),
+    "date in draft 4": (
+        {"$schema": DRAFT_4, "type": "string", "format": "date"},
+        ["2024-02-29"],
+        ["2024-02-30", "x"],
+        set(),
+    ),
+    "base64 with a length": (
+        {"$schema": DRAFT_7, "type": "string", "contentEncoding": "base64", "minLength": 8},
+        ["aGVsbG8=", "aGVsbG8gd29y"],
+        ["abcd", "aGVsbG8", "!!!!!!!!"],
+        set(),
+    ),
+    "JSON in a string": (
+        {"$schema": DRAFT_7, "type": "string", "contentMediaType": "application/json"},
+        ["{}", "1"],
+        [1],
+        {"contentMediaType"},
+    ),
+    "pattern with a long minLength": (
+        {"type": "string", "pattern": "^[a-z]+$", "minLength": 60, "maxLength": 70, "not": {"const": "q"}},
+        ["a" * 60],
+        ["a" * 59, "a" * 71, "A" * 60],
+        set(),
+    ),
+    "pattern that counts nothing with a long minLength": (
+        {"type": "string", "pattern": "x", "minLength": 60, "maxLength": 70},
+        ["x" * 60],
+        ["x" * 71, "a" * 60],
+        {"minLength"},
+    ),
     "required key not in properties": (
         {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["b", "a"]},
         [{"a": 1, "b": "x"}],

@@ -58,7 +58,7 @@ def spec_of(schema: Any, **fields: Any) -> JobSpec:
         ({"type": ["null", "string"], "format": "date-time"}, pa.timestamp("us", "UTC")),
         ({"type": "string", "format": "time"}, pa.string()),
         ({"type": "string", "format": "uuid"}, pa.string()),
-        ({"$schema": "http://json-schema.org/draft-04/schema#", "type": "string", "format": "date"}, pa.string()),
+        ({"$schema": "http://json-schema.org/draft-04/schema#", "type": "string", "format": "date"}, pa.date32()),
         ({"type": ["integer", "number"]}, pa.float64()),
         ({"anyOf": [INTEGER, {"type": "null"}]}, pa.int64()),
         ({"type": "array", "items": NUMBER}, pa.list_(pa.float64())),

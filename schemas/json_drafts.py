@@ -106,7 +106,7 @@ DRAFT_6 = _read(Draft6Validator, CONTENT)
 DRAFT_7 = _read(Draft7Validator, CONTENT)
 DRAFT_2019_09 = _read(Draft201909Validator, DEPENDENCIES)
 DRAFT_2020_12 = _read(Draft202012Validator, DEPENDENCIES)
-_BY_BASE = {
+_BY_BASE: dict[Any, Any] = {
     Draft3Validator: DRAFT_3,
     Draft4Validator: DRAFT_4,
     Draft6Validator: DRAFT_6,
@@ -133,7 +133,8 @@ def draft_of(schema: Any) -> Any:
         return DRAFT_2020_12
     for spelling in (name, name.rstrip("#"), name.rstrip("#").replace("https://json-schema", "http://json-schema")):
         for uri in (spelling, spelling + "#"):
-            if (found := validator_for({"$schema": uri}, default=None)) in _BY_BASE:  # type: ignore[arg-type]
+            found: Any = validator_for({"$schema": uri}, default=None)  # type: ignore[arg-type]
+            if found in _BY_BASE:
                 return _BY_BASE[found]
     return DRAFT_2020_12
 

@@ -98,7 +98,8 @@ def test_compose_redis_wants_the_password_of_its_file_and_is_durable(compose: di
         + f"port 0\nunixsocket {tmp_path}/socket\n"
     )
     _, _, script = compose["services"]["redis"]["command"]
-    for inside, outside in {"/etc/redis.base": "base", "/run/secrets/redis_password": "password"}.items():
+    places = {"/etc/redis.base": "base", "/run/secrets/redis_password": "password", "/tmp/redis.conf": "made.conf"}
+    for inside, outside in places.items():
         assert inside in script
         script = script.replace(inside, str(tmp_path / outside))
     server = subprocess.Popen(["sh", "-c", script.replace("$$", "$")], stdout=subprocess.DEVNULL)
@@ -114,7 +115,8 @@ def test_compose_redis_wants_the_password_of_its_file_and_is_durable(compose: di
             stranger.ping()
     finally:
         server.terminate()
-        server.wait()
+    assert server.wait(20) == 0, "it stops by itself, with all that it holds on the disk"
+    assert not (tmp_path / "socket").exists()
 
 
 def test_compose_volumes_are_declared_and_what_it_mounts_exists(compose: dict[str, Any], repo_root: Path) -> None:

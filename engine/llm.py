@@ -124,10 +124,12 @@ class LLM:
         quantization: Literal["none", "fp8"] = "none",
         revision: str | None = None,
         load_format: Literal["auto", "random"] = "auto",
+        deterministic: bool = False,
         **engine_settings: Any,
     ) -> None:
         """Load ``model`` (a directory, a GGUF file, a hub name or a demo alias) and block until it is ready.
 
+        ``deterministic``: a prompt's answer does not depend on the prompts beside it, to the bit; slower.
         ``engine_settings`` are the fields of schemas.settings.EngineSettings. Raises TypeError for an unknown one,
         SettingsError for a bad value, ModelError, KernelError or EngineError when the model cannot be loaded.
         """
@@ -141,6 +143,7 @@ class LLM:
             revision=revision,
             load_format=load_format,
             max_model_len=max_model_len,
+            deterministic=deterministic,
         )
         self.seed = seed
         self._call_indices = itertools.count()

@@ -34,7 +34,7 @@ from engine.types import Ids, Sequence, SequenceStatus
 from engine.weights import load_model
 from kernels.api import Choice, Kernels
 from kernels.select import BackendError, select_kernels
-from schemas.errors import ConstraintError, EngineError, KernelError, PromptError
+from schemas.errors import ConstraintError, EngineError, KernelError, PromptError, SettingsError
 from schemas.model_files import resolve_model
 from schemas.records import Completion, Constraint, FinishReason, ModelRef, Request
 from schemas.settings import EngineSettings
@@ -77,9 +77,18 @@ def load_parts(model: ModelRef, settings: EngineSettings, rank: int = 0, rendezv
     files = resolve_model(model.name, model.revision)
     topology = Topology.of(settings)
     device = select_device(settings, rank, topology.num_ranks)
+    if model.deterministic and topology.rebalance_interval:
+        raise SettingsError(
+            f"engine.rebalance_interval {topology.rebalance_interval}: experts that move are summed in another order, "
+            "so leave it at 0 for deterministic jobs"
+        )
     try:
         kernels, choices = select_kernels(
-            device, getattr(torch, model.dtype), settings.kernels, is_fp8=model.quantization == "fp8"
+            device,
+            getattr(torch, model.dtype),
+            settings.kernels,
+            is_fp8=model.quantization == "fp8",
+            is_invariant=model.deterministic,
         )
     except BackendError as error:
         raise KernelError(str(error)) from error

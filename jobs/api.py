@@ -76,6 +76,7 @@ class Submission:
     quantization: Literal["none", "fp8"] = "none"
     load_format: Literal["auto", "random"] = "auto"
     max_model_len: int = 4096
+    deterministic: bool = False
     sampling: Sampling = field(default_factory=Sampling)
     num_completions: int = 1
     seed: int = 0
@@ -298,6 +299,7 @@ def _make_spec(submission: Submission, inputs: Inputs) -> JobSpec:
         revision=submission.revision,
         load_format=submission.load_format,
         max_model_len=submission.max_model_len,
+        deterministic=submission.deterministic,
     )
     name = submission.name or PurePosixPath(inputs.files[0].uri).stem
     return JobSpec(name=check_name(name, submission.name is None), inputs=inputs.files, model=model, **shared)

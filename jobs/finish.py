@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from jobs.arrow_types import output_names, result_fields, row_column
 from jobs.job import SUCCESS_FILE, Job, OutputFile, Success
 from jobs.ledger import LedgerWriter
-from jobs.outputs import JOB_KEY, output_store, owner_of
+from jobs.outputs import DETERMINISTIC_KEY, JOB_KEY, output_store, owner_of
 from jobs.provenance import measure_throughput
 from jobs.shards import shard_names
 from jobs.source import ChunkReader
@@ -153,7 +153,8 @@ def output_schema(job: Job) -> pa.Schema:
     """Return the columns of the output: the input's kept ones as they were, then the job's."""
     kept = job.input_schema.names if job.spec.columns is None else job.spec.columns
     fields = [job.input_schema.field(name) for name in kept] + result_fields(job.spec)
-    return pa.schema(fields, {**(job.input_schema.metadata or {}), JOB_KEY: job.job_id.encode()})
+    own = {JOB_KEY: job.job_id, DETERMINISTIC_KEY: str(job.spec.model.deterministic).lower()}
+    return pa.schema(fields, {**(job.input_schema.metadata or {}), **own})
 
 
 def _labelled_chunks(

@@ -145,6 +145,7 @@ def model_environment(model: ModelRef) -> dict[str, str]:
         "NIGHTMILL_WORKER__QUANTIZATION": model.quantization,
         "NIGHTMILL_WORKER__LOAD_FORMAT": model.load_format,
         "NIGHTMILL_WORKER__MAX_MODEL_LEN": str(model.max_model_len),
+        "NIGHTMILL_WORKER__DETERMINISTIC": str(model.deterministic).lower(),
     }
     return environment if model.revision is None else {**environment, "NIGHTMILL_WORKER__REVISION": model.revision}
 

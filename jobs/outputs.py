@@ -11,7 +11,8 @@ from jobs.store import Store, absolute_location, open_store
 from schemas.errors import InputDataError, StoreError
 from schemas.records import JobSpec
 
-JOB_KEY = b"nightmill.job_id"
+JOB_KEY, DETERMINISTIC_KEY = b"nightmill.job_id", b"nightmill.deterministic"
+"""In an output file's metadata; "false" says that other batches may have changed near-ties."""
 """Metadata of an output file: whose it is."""
 
 

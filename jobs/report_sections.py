@@ -307,6 +307,7 @@ def describe_lineage(job: Job, chunks: Sequence[Provenance], success: Success | 
     facts = [
         ("model", model.name),
         ("model digest", f"{model.digest}, {model.dtype}, quantisation {model.quantization}"),
+        ("batch-invariant", "yes" if model.deterministic else "no: near-ties may fall otherwise in other batches"),
         ("longest sequence", f"{number(model.max_model_len)} tokens"),
         ("constraint", f"{spec.constraint.kind} {spec.constraint.key}" if spec.constraint else "none for all rows"),
         ("sampling", _pairs(sampling)),

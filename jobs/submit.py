@@ -117,6 +117,7 @@ def _split_choices(values: Sequence[str]) -> list[str]:
 @click.option(
     "--max-model-len", type=click.IntRange(16), default=4096, show_default=True, help="Prompt plus output, tokens."
 )
+@click.option("--deterministic", is_flag=True, help="Same answer whatever shares a batch, to the bit; slower.")
 @click.option(
     "--out", "output_column", default="label", show_default=True, metavar="COL", help="Name of the new column."
 )

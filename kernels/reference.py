@@ -14,7 +14,7 @@ from torch.nn import functional
 from kernels.api import AttentionBatch, ExpertRows, Gate, HeadNorms, SamplingBatch
 from kernels.reference_fp8 import round_blocks, round_rows
 from kernels.reference_mla import UpProjection, absorb, attend_rows, project_values, split_up_projection
-from kernels.reference_moe import PackedExperts, combine, grouped_linear, route, sort_by_expert
+from kernels.reference_moe import PackedExperts, combine, grouped_linear, pick, score, sort_by_expert
 from kernels.sampling import sample
 
 MIN_SHARERS = 4
@@ -201,7 +201,7 @@ class ReferenceKernels:
 
     def route(self, logits: Tensor, gate: Gate, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """See Kernels.route."""
-        return route(logits, gate, bias)
+        return pick(score(logits, gate.scoring), gate, bias)
 
     def pack_experts(self, gate_up: Tensor, down: Tensor) -> PackedExperts:
         """See Kernels.pack_experts."""

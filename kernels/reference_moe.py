@@ -21,10 +21,14 @@ class PackedExperts:
     is_fp8: bool = False  # the weights stand for fp8 codes, and what they multiply is rounded to such
 
 
-def route(logits: Tensor, gate: Gate, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """See Kernels.route."""
+def score(logits: Tensor, scoring: Scoring) -> Tensor:
+    """Scores of logits [N, E], or of parts [P, N, E] that add up to them; all but softmax are elementwise."""
     logits = logits.sum(0) if logits.dim() == 3 else logits
-    scores = logits.softmax(dim=-1) if gate.scoring is Scoring.SOFTMAX else logits.sigmoid()
+    return logits.softmax(dim=-1) if scoring is Scoring.SOFTMAX else logits.sigmoid()
+
+
+def pick(scores: Tensor, gate: Gate, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """See Kernels.route, from scores [N, E]."""
     ranking = scores if bias is None else scores + bias
     if gate.num_groups > 1:
         ranking = _hide_other_groups(ranking, gate)
@@ -88,6 +92,6 @@ def combine(y: Tensor, weights: Tensor, rows: ExpertRows) -> Tensor:
     is_void = (rows.experts < 0)[rows.places]  # then y is undefined
     total = torch.zeros(len(weights), y.shape[1], dtype=torch.float32, device=y.device)
     for slot in range(weights.shape[1]):
-        part = y[rows.places[:, slot]].float()
-        total.addcmul_(part.masked_fill_(is_void[:, slot, None], 0), weights[:, slot, None])
+        part = y[rows.places[:, slot]].float().masked_fill_(is_void[:, slot, None], 0)
+        total += part.mul_(weights[:, slot, None])  # not addcmul: each value is rounded alike wherever it lies
     return total.to(y.dtype)

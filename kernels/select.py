@@ -25,13 +25,18 @@ class Backend:
 
 
 def select_kernels(
-    device: torch.device, dtype: torch.dtype, wanted: str, *, is_fp8: bool = False
+    device: torch.device, dtype: torch.dtype, wanted: str, *, is_fp8: bool = False, is_invariant: bool = False
 ) -> tuple[Kernels, tuple[Choice, ...]]:
     """Open the backend ``wanted``, or for "auto" the first of the registry that can be had.
 
-    ``is_fp8``: projections and experts have fp8 weights and round what they multiply to fp8.
+    ``is_fp8``: projections and experts have fp8 weights and round what they multiply to fp8. ``is_invariant``: a row's
+    bits do not depend on the batch, which only the reference offers so far.
     Raises BackendError for an unknown name, or for a named backend that cannot be had, with the cause.
     """
+    if is_invariant:
+        if wanted != "auto" and _find(wanted).open is not _open_reference:
+            raise BackendError(f"{wanted!r} is not batch-invariant: with --deterministic leave engine.kernels at auto")
+        return _open_invariant(device, dtype, is_fp8)
     if wanted != "auto":
         return _find(wanted).open(device, dtype, is_fp8)
     causes = []
@@ -66,6 +71,16 @@ def _open_reference(device: torch.device, dtype: torch.dtype, is_fp8: bool) -> t
         linear = Choice("linear", "torch", f"cuBLAS through torch on {device}")
     rest = Choice("everything else", "reference", f"plain torch on {device}")
     return kernels, (*_fp8_choice(dtype, is_fp8), linear, rest)
+
+
+def _open_invariant(device: torch.device, dtype: torch.dtype, is_fp8: bool) -> tuple[Kernels, tuple[Choice, ...]]:
+    from kernels.invariant import InvariantKernels
+
+    reason = f"batch-invariant: plain torch on {device}, products on tiles of fixed shape"
+    return InvariantKernels(device, dtype, is_fp8=is_fp8), (
+        *_fp8_choice(dtype, is_fp8),
+        Choice("everything", "invariant", reason),
+    )
 
 
 def _open_triton(device: torch.device, dtype: torch.dtype, is_fp8: bool) -> tuple[Kernels, tuple[Choice, ...]]:

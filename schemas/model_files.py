@@ -86,6 +86,7 @@ def model_ref(
     revision: str | None = None,
     load_format: Literal["auto", "random"] = "auto",
     max_model_len: int = 4096,
+    deterministic: bool = False,
 ) -> ModelRef:
     """Resolve ``name`` and pin everything about it that changes an answer; dtype ``auto`` is the checkpoint's own."""
     files = resolve_model(name, revision)
@@ -99,6 +100,7 @@ def model_ref(
             "revision": revision,
             "load_format": load_format,
             "max_model_len": max_model_len,
+            "deterministic": deterministic,
         },
         ModelRef,
     )

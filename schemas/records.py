@@ -151,11 +151,13 @@ class ModelRef(Record):
     revision: str | None = None
     load_format: Literal["auto", "random"] = "auto"
     max_model_len: int = 4096
+    deterministic: bool = False  # computed so that a row's bits do not depend on what shares its batch
 
     @property
     def queue(self) -> str:
         """The Celery queue of the workers that can serve this model."""
-        return f"nightmill.{self.digest}.{self.dtype}.{self.quantization}.{self.max_model_len}"
+        name = f"nightmill.{self.digest}.{self.dtype}.{self.quantization}.{self.max_model_len}"
+        return f"{name}.deterministic" if self.deterministic else name
 
 
 class ChatEncoding(StrEnum):

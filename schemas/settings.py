@@ -63,6 +63,7 @@ class WorkerSettings(Section):
     quantization: Literal["none", "fp8"] = "none"
     load_format: Literal["auto", "random"] = "auto"
     max_model_len: int = Field(default=4096, ge=16)
+    deterministic: bool = False
     chunks_in_flight: int = Field(default=2, ge=1)  # two keep the batch full while one commits
     drain_s: float = Field(default=600.0, ge=0)  # after SIGTERM, before running chunks are given back
     visibility_timeout_s: float = Field(default=60.0, gt=0)

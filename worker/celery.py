@@ -79,6 +79,7 @@ class WorkerApp(Celery):  # type: ignore[misc]
             revision=wanted.revision,
             load_format=wanted.load_format,
             max_model_len=wanted.max_model_len,
+            deterministic=wanted.deterministic,
         )
 
 

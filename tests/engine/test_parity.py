@@ -18,9 +18,11 @@ NEAR_TIE = 1e-3
 """Other batch shapes sum in another order: two logits closer than this may change places."""
 
 
-def make_engine(name: str, max_model_len: int, num_tokens: int = 0, **settings: Any) -> Engine:
+def make_engine(
+    name: str, max_model_len: int, num_tokens: int = 0, *, deterministic: bool = False, **settings: Any
+) -> Engine:
     """A real engine in fp32; ``num_tokens`` limits its KV cache."""
-    ref = model_ref(name, dtype="float32", max_model_len=max_model_len)
+    ref = model_ref(name, dtype="float32", max_model_len=max_model_len, deterministic=deterministic)
     resolved = EngineSettings(device="cpu", **settings)
     parts = load_parts(ref, resolved)
     if num_tokens:

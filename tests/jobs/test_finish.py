@@ -84,6 +84,7 @@ def test_columns_types_and_metadata_of_the_input_are_kept(tmp_path: Path) -> Non
     assert kept.to_pylist() == table.to_pylist()
     assert kept.schema.equals(table.schema)
     assert output.schema.field("id").metadata[b"unit"] == b"one"
+    assert output.schema.metadata[b"nightmill.deterministic"] == b"false"
     assert (output.schema.metadata[b"mine"], output.schema.metadata[b"pandas"]) == (b"kept", b"{}")
 
 

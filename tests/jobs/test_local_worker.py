@@ -20,12 +20,14 @@ def worker_sees(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) ->
 
 def test_a_worker_serves_the_jobs_model_from_the_same_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     settings = Settings(state_dir=tmp_path, broker_url="redis://host/1")
-    model = ModelRef(name="org/model", digest="d", dtype="bfloat16", revision="main", max_model_len=777)
+    model = ModelRef(
+        name="org/model", digest="d", dtype="bfloat16", revision="main", max_model_len=777, deterministic=True
+    )
     found = worker_sees(monkeypatch, worker_environment(settings, model))
     assert (found.state_dir, found.jobs_root, found.broker_url) == (tmp_path, settings.jobs_root, settings.broker_url)
     worker = found.worker
     assert (worker.model, worker.dtype, worker.revision) == ("org/model", "bfloat16", "main")
-    assert worker.max_model_len == 777
+    assert (worker.max_model_len, worker.deterministic) == (777, True)
 
 
 def test_local_models_are_named_by_their_absolute_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

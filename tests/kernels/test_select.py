@@ -44,3 +44,11 @@ def test_auto_falls_back_and_says_why_but_a_name_does_not(monkeypatch: pytest.Mo
     assert any("needs a CUDA device" in choice.reason for choice in choices)
     with pytest.raises(BackendError, match="needs a CUDA device, not cpu"):
         select_kernels(CPU, torch.float32, "fast")
+
+
+def test_only_the_reference_is_batch_invariant() -> None:
+    for wanted in ("auto", "reference", "torch"):
+        kernels, (choice,) = select_kernels(CPU, torch.float32, wanted, is_invariant=True)
+        assert (kernels.name, choice.backend) == ("invariant", "invariant")
+    with pytest.raises(BackendError, match=r"'hopper' is not batch-invariant.*auto"):
+        select_kernels(CPU, torch.float32, "hopper", is_invariant=True)

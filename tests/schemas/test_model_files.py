@@ -102,8 +102,9 @@ def test_a_broken_config_is_named(tmp_path: Path, content: str) -> None:
 def test_the_queue_separates_what_must_not_be_mixed(tmp_path: Path) -> None:
     write_model(tmp_path / "m")
     queues = {
-        model_ref(str(tmp_path / "m"), dtype=d, quantization=q).queue
+        model_ref(str(tmp_path / "m"), dtype=d, quantization=q, deterministic=r).queue
         for d in ("float32", "float16")
         for q in ("none", "fp8")
+        for r in (False, True)
     }  # type: ignore[arg-type]
-    assert len(queues) == 4
+    assert len(queues) == 8

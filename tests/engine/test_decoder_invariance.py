@@ -1,0 +1,116 @@
+"""With batch-invariant kernels a row's logits have the same bits, whatever else is computed and however it is cut."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.models.decoder import Decoder
+from engine.weights import load_model
+from kernels.invariant import InvariantKernels
+from schemas.errors import SettingsError
+from schemas.model_files import ModelFiles
+from schemas.records import Completion, ModelRef, Request, Sampling
+from tests.engine.fakes import run_all
+from tests.engine.test_decoder import random_ids
+from tests.engine.test_parity import make_engine, random_prompts
+from tests.step_batches import BLOCK_SIZE, block_tables, step_batch
+from tests.tiny_models import VOCAB_SIZE, write_tiny_model
+
+CPU = torch.device("cpu")
+LENGTH, NUM_SHARED = 75, 40  # of the request that is looked at, more than a split of keys; tokens of a prefix hit
+
+MODELS = [
+    ("smollm2", "float32"),
+    ("mistral", "float32"),
+    ("qwen3_moe", "float32"),
+    ("deepseek_v2_lite", "float32"),
+    ("deepseek_v3", "bfloat16"),
+]
+
+
+@pytest.fixture(scope="module", params=MODELS, ids="-".join)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    family, dtype = request.param
+    directory = write_tiny_model(tmp_path_factory.mktemp("model"), family)
+    ref = ModelRef(name=str(directory), digest="0" * 16, dtype=dtype)
+    loaded = load_model(ModelFiles(directory, "huggingface"), ref, InvariantKernels(CPU, getattr(torch, dtype)), CPU)
+    assert isinstance(loaded, Decoder)
+    return loaded
+
+
+def all_logits(model: Decoder) -> torch.Tensor:
+    """Of the request alone, in one step."""
+    cache = model.alloc_cache(40, BLOCK_SIZE)
+    batch = step_batch([random_ids(LENGTH, 1)], [0], block_tables([LENGTH]), logits_rows=range(LENGTH))
+    return model.logits(model.forward(batch, cache))
+
+
+@pytest.mark.parametrize("batch_size", [2, 37, 256])
+def test_a_prefill_and_a_decode_have_the_same_bits_in_any_batch(model: Decoder, batch_size: int) -> None:
+    ids, place = random_ids(LENGTH, 1), batch_size // 2
+    others = [random_ids(2 + (seed * 7) % 19, seed) for seed in range(2, batch_size + 1)]
+    rows = [*others[:place], ids, *others[place:]]
+    tables = block_tables([len(row) for row in rows], seed=batch_size)
+    cache = model.alloc_cache(sum(map(len, tables)) + 1, BLOCK_SIZE)
+    prefill = model.forward(step_batch([row[:-1] for row in rows], [0] * len(rows), tables), cache)
+    decode = model.forward(step_batch([row[-1:] for row in rows], [len(row) - 1 for row in rows], tables), cache)
+    expected = all_logits(model)
+    assert torch.equal(model.logits(prefill)[place], expected[-2])
+    assert torch.equal(model.logits(decode)[place], expected[-1])
+
+
+@pytest.mark.parametrize("sizes", [(7, 1, 33, 16, 9, 9), (63, 1, 1, 1, 9)])
+def test_chunks_of_any_size_have_the_same_bits(model: Decoder, sizes: tuple[int, ...]) -> None:
+    ids, tables, expected = random_ids(LENGTH, 1), block_tables([LENGTH], seed=3), all_logits(model)
+    cache, start = model.alloc_cache(40, BLOCK_SIZE), 0
+    for size in sizes:
+        logits = model.logits(model.forward(step_batch([ids[start : start + size]], [start], tables), cache))
+        start += size
+        assert torch.equal(logits[0], expected[start - 1])
+
+
+def test_a_prefix_that_another_row_computed_has_the_same_bits(model: Decoder) -> None:
+    ids = random_ids(LENGTH, 1)
+    table, other = block_tables([LENGTH, NUM_SHARED + 9])
+    table[: NUM_SHARED // BLOCK_SIZE] = other[: NUM_SHARED // BLOCK_SIZE]
+    cache = model.alloc_cache(40, BLOCK_SIZE)
+    model.forward(step_batch([ids[:NUM_SHARED] + random_ids(9, 5)], [0], [other], logits_rows=[]), cache)
+    got = model.forward(step_batch([ids[NUM_SHARED:]], [NUM_SHARED], [table]), cache)
+    assert torch.equal(model.logits(got)[0], all_logits(model)[-1])
+
+
+@pytest.mark.parametrize("family", ["smollm2", "deepseek_v3"])
+def test_an_engine_draws_the_same_alone_and_in_chunks_with_prefix_hits_and_preemption(
+    tmp_path: Path, family: str
+) -> None:
+    name = str(write_tiny_model(tmp_path, family))
+    prompts = random_prompts([1 + (i * 13) % 50 for i in range(37)], VOCAB_SIZE, shared=40)
+    requests = [
+        Request(
+            request_id=str(i),
+            token_ids=tuple(ids),
+            seed=i,
+            sampling=Sampling(max_tokens=12, temperature=float(i % 2), top_p=0.9, ignore_eos=True, logprobs=True),
+        )
+        for i, ids in enumerate(prompts)
+    ]
+    crowded = make_engine(
+        name, 128, 200, deterministic=True, block_size=8, max_num_seqs=16, max_num_batched_tokens=48, num_threads=1
+    )
+    together = run_all(crowded, requests)
+    assert crowded.stats.num_preemptions
+    assert crowded.stats.num_cached_tokens
+    roomy = make_engine(name, 128, deterministic=True, block_size=8, prefix_cache=False, num_threads=1)
+    for request in requests[::12]:
+        assert drawn(run_all(roomy, [request])[request.request_id]) == drawn(together[request.request_id])
+
+
+def drawn(completion: Completion) -> tuple[object, ...]:
+    assert completion.token_ids, completion.error
+    return completion.token_ids, completion.logprobs
+
+
+def test_experts_of_a_deterministic_engine_do_not_move() -> None:
+    with pytest.raises(SettingsError, match=r"rebalance_interval 5.* deterministic"):
+        make_engine("smollm2", 64, deterministic=True, data_parallel=2, expert_parallel=2, rebalance_interval=5)

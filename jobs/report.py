@@ -58,6 +58,7 @@ def render_report(job: Job, settings: JobsSettings, previous: Job | None = None)
         cards=[(name, value) for name, value in cards.items() if value],
         counts=sections.describe_counts(job, found, success),
         labels=figures,
+        has_labels=num_labelled > 0,
         label_tables=tables,
         previous=previous and f"{previous.job_id}, submitted {previous.created}",
         gold=_describe_gold(job, found.gold, found.gold_problem),

@@ -21,7 +21,7 @@ from jobs.statistics import NUM_FAILURE_KINDS, OTHER, Example, Gold, Statistics
 from schemas.records import JobSpec, RowStatus, Sampling
 from schemas.settings import JobsSettings
 
-MAX_CHARTED_CLASSES = 50  # distinct values of a label's field; with more it is free text
+MAX_CHARTED_CLASSES = 50  # distinct values of a label's field; with more, or one for every other row, it is free text
 MAX_BARS = 15
 MAX_MATRIX_CLASSES = 20
 MAX_SHOWN_CHARS = 240
@@ -67,7 +67,7 @@ def describe_labels(
     """A chart and a table for each field of the label that has few values; last night's shares beside them."""
     figures, tables = [], []
     for name, counts in labels.items():
-        if len(counts) > MAX_CHARTED_CLASSES:
+        if len(counts) > min(MAX_CHARTED_CLASSES, max(2, counts.total() // 2)):
             continue
         earlier = before.get(name, Counter())
         shares = {text: count / earlier.total() for text, count in earlier.items()}

@@ -240,6 +240,7 @@ def test_free_text_is_no_class_and_a_report_is_written_once_unless_asked(tmp_pat
     ensure_report(job, job.root, JobsSettings(report=False))
     assert "report.html" not in job.store.list()
     ensure_report(job, job.root, SETTINGS)
+    assert "10 values" not in job.store.read("report.html").decode()
     first = job.store.stat("report.html")
     ensure_report(job, job.root, SETTINGS)
     assert job.store.stat("report.html") == first

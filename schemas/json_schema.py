@@ -22,6 +22,8 @@ from schemas.json_drafts import DRAFT_3, DRAFT_4, DRAFT_6, DRAFT_7, LATER, draft
 
 MAX_SOURCE_BYTES = 2**20
 MAX_DEPTH = 100
+MAX_OBJECTS = 10_000
+"""JSON objects in a schema: to check so many against the metaschema takes some seconds."""
 MAX_MIN_ITEMS = 10_000
 """Largest minLength, minItems or minProperties: more than a model's context could hold."""
 
@@ -175,6 +177,11 @@ def _parse_source(source: str) -> Any:
     if schema is False:
         raise ConstraintError("the JSON Schema `false` accepts no document: describe what you want instead")
     _check_depth(schema, "", 0)
+    num_objects = _num_objects(schema)
+    if num_objects > MAX_OBJECTS:
+        raise ConstraintError(
+            f"the JSON Schema has {num_objects} objects, limit {MAX_OBJECTS}: move what repeats into $defs"
+        )
     return schema
 
 
@@ -184,6 +191,12 @@ def _check_depth(node: Any, path: str, depth: int) -> None:
     children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
     for key, child in children:
         _check_depth(child, f"{path}/{key}", depth + 1)
+
+
+def _num_objects(node: Any) -> int:
+    if isinstance(node, dict):
+        return 1 + sum(map(_num_objects, node.values()))
+    return sum(map(_num_objects, node)) if isinstance(node, list) else 0
 
 
 def _check_metaschema(draft: Any, schema: Any) -> None:

@@ -183,6 +183,7 @@ def test_unevaluated_and_dependent_keywords_of_2020_12_are_checked() -> None:
         ('{"properties": {"a": {"minItems": 1e9}}}', ["/properties/a/minItems", "limit 10000"]),
         ('{"minLength": 65536}', ["/minLength", "65536", "limit 10000"]),
         ('{"items": ' * 150 + "{}" + "}" * 150, ["deeper than 100"]),
+        ('{"anyOf": [' + ", ".join(["{}"] * 10_000) + "]}", ["10001 objects", "limit 10000", "$defs"]),
         ("[" * 100_000, ["nested too deeply"]),
         ('{"enum": ["\\ud800"]}', ["surrogate"]),
         ('{"const": "' + "x" * 2**20 + '"}', ["bytes", "limit 1048576"]),

@@ -1,8 +1,8 @@
-"""How sure the model was of each label of a finished output, and what the other labels of its set would have got.
+"""How sure the model was of each label of a finished output, and of the others of its set, at temperature 1.
 
-Probabilities are the model's at temperature 1, whatever was drawn with. Unranked, a label's is the product over the
-tokens that spell it, each among those that the constraint allows: of the one spelling that was drawn. A ranking
-compares the spellings that the tokenizer gives the labels in their place: a trie, each branch sharing out what it has.
+Unranked: the product over the tokens drawn, each among those that the constraint allows. A lower bound, since other
+spellings of the same label count against it. Ranked: the spellings that the tokenizer gives all labels in their place,
+as a trie in which each branch shares out what it has.
 """
 
 from __future__ import annotations

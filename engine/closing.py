@@ -35,8 +35,10 @@ class Position(NamedTuple):
         text = self.open + text
         try:
             return Position(self.place.walk(text.decode()))
-        except UnicodeDecodeError as error:  # of what a grammar allows, only the last character can be cut
-            return Position(self.place.walk(text[: error.start].decode()), text[error.start :])
+        except UnicodeDecodeError as error:
+            place = self.place.walk(text[: error.start].decode())
+            is_cut = error.reason == "unexpected end of data"
+            return Position(place, text[error.start :]) if is_cut else Position(place.step(NO_CHAR))
 
     @property
     def length(self) -> Length:

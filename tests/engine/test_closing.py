@@ -1,6 +1,7 @@
 """A budget that runs out ends a document instead of cutting it, whatever the model would rather write."""
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.closing import exchange
+from engine.closing import Position, exchange
 from engine.grammar import Grammars
 from engine.text import Text
 from schemas.completion import Walker
@@ -222,3 +223,11 @@ def test_with_long_tokens_the_end_takes_the_fewest() -> None:
         assert matcher.accept(token_id)
     assert matcher.is_at_end()
     assert vocabulary.fewest_tokens(b"\x00\n") is None
+
+
+@pytest.mark.parametrize("text", [b"a\xff", b"\xe0\x80\x80", b"\xc3(", b"\xf0\x9f\x98\x80\x80", b"\xed\xa0\x80"])
+def test_bytes_that_are_no_text_have_no_end_and_break_nothing(text: bytes) -> None:
+    constraint = Constraint(kind=ConstraintKind.REGEX, source="(?s).{0,9}")
+    position = Position(Walker(language_of(constraint)).start()).walk(text)
+    assert position.length == math.inf
+    assert position.walk(b"more").length == math.inf

@@ -226,8 +226,8 @@ def test_unknown_arguments_are_named(tiny_model: Path) -> None:
 
 
 def test_a_bad_engine_setting_is_named_with_its_value(tiny_model: Path) -> None:
-    with pytest.raises(SettingsError, match=r"block_size: .*, not 0"):
-        LLM(str(tiny_model), block_size=0)
+    with pytest.raises(SettingsError, match=r"block_size: .*, not -1"):
+        LLM(str(tiny_model), block_size=-1)
 
 
 def test_a_model_that_is_not_there_fails_before_a_process_starts() -> None:

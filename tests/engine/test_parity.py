@@ -23,7 +23,7 @@ def make_engine(
 ) -> Engine:
     """A real engine in fp32; ``num_tokens`` limits its KV cache."""
     ref = model_ref(name, dtype="float32", max_model_len=max_model_len, deterministic=deterministic)
-    resolved = EngineSettings(device="cpu", **settings)
+    resolved = EngineSettings(device="cpu", **({"block_size": 16} | settings))
     parts = load_parts(ref, resolved)
     if num_tokens:
         size_bytes = num_tokens // resolved.block_size * parts.model.cache_bytes_per_block(resolved.block_size)

@@ -102,6 +102,8 @@ class Topology:
 
     def check_model(self, spec: ModelSpec) -> None:
         """Raise SettingsError if a model of that shape cannot be divided so."""
+        if spec.compressed and self.num_ranks > self.data:
+            raise SettingsError(f"{spec.architecture} runs on one rank: set engine.data_parallel, no other degree")
         if self.expert > 1 and (spec.experts is None or spec.experts.num_experts < self.expert):
             num_experts = spec.experts.num_experts if spec.experts else 0
             raise SettingsError(f"engine.expert_parallel {self.expert}: the model has {num_experts} experts")

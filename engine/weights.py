@@ -16,6 +16,7 @@ from torch import Tensor
 from engine.dist import Ranks
 from engine.models import Model
 from engine.models.decoder import Decoder
+from engine.models.hyper_decoder import HyperDecoder
 from engine.models.spec import ModelSpec
 from engine.shards import Part
 from kernels.api import Kernels
@@ -53,11 +54,28 @@ def load_model(
     gguf = GgufFile(files.path) if files.layout == "gguf" else None
     spec, ranks = read_spec(files, gguf), ranks or Ranks()
     ranks.topology.check_model(spec)
+    if spec.compressed:
+        return _load_compressed(files, spec, ref, kernels, device)
     if ref.load_format == "random":
         return Decoder(spec, RandomWeights(spec, device, dtype), kernels, ranks)
     tensors = GgufTensors(gguf, spec) if gguf else SafetensorsFiles(files.path)
     source = CheckpointWeights(tensors, spec, device, dtype)
     model = Decoder(spec, source, kernels, ranks)
+    source.check_all_used()
+    return model
+
+
+def _load_compressed(
+    files: ModelFiles, spec: ModelSpec, ref: ModelRef, kernels: Kernels, device: torch.device
+) -> HyperDecoder:
+    """DeepSeek V4, as far as it is implemented: ops/runbook.md lists what is not."""
+    if ref.load_format == "random" or ref.deterministic or ref.quantization != "none":
+        raise ModelError(
+            f"{ref.name}: {spec.architecture} runs from a checkpoint, without random weights, fp8 products and "
+            "--deterministic: leave these options out"
+        )
+    source = CheckpointWeights(DeepSeekNames(SafetensorsFiles(files.path)), spec, device, getattr(torch, ref.dtype))
+    model = HyperDecoder(spec, source, kernels)
     source.check_all_used()
     return model
 
@@ -109,7 +127,8 @@ class CheckpointWeights:
         Layers after the last one draft tokens (multi-token prediction): they are skipped where config.json has them.
         """
         spec = self._spec
-        skipped = [f"model.layers.{spec.num_layers + index}." for index in range(spec.num_mtp_layers)]
+        numbers = range(spec.num_mtp_layers)
+        skipped = [f"mtp.{n}." if spec.compressed else f"model.layers.{spec.num_layers + n}." for n in numbers]
         rest = self._tensors.names - self._used - ({"lm_head.weight"} if spec.tie_embeddings else set())
         rest = frozenset(
             name
@@ -184,6 +203,24 @@ def _shards(directory: Path) -> list[Path]:
     if missing := [name for name in names if not (directory / name).is_file()]:
         raise ModelError(f"{index} names files that are missing: {', '.join(missing)}")
     return [directory / name for name in names]
+
+
+class DeepSeekNames:
+    """The TensorFile of DeepSeek V4: names as DeepSeek publishes them, of which transformers saves some otherwise."""
+
+    def __init__(self, file: TensorFile) -> None:
+        self._file = file
+        self._saved_name = {_published_name(name): name for name in file.names}
+        self.names = frozenset(self._saved_name)
+
+    def read(self, name: str, part: Part | None = None) -> Tensor:
+        """See TensorFile.read."""
+        return self._file.read(self._saved_name[name], part)
+
+
+def _published_name(name: str) -> str:
+    name = name.removeprefix("model.").replace("hc_head.hc_", "hc_head_")
+    return name.replace("embed_tokens.", "embed.").replace("lm_head.", "head.")
 
 
 class GgufTensors:

@@ -59,6 +59,7 @@ class Scoring(StrEnum):
 
     SOFTMAX = "softmax"
     SIGMOID = "sigmoid"
+    SQRT_SOFTPLUS = "sqrtsoftplus"  # DeepSeek V4
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,9 @@ class PackedExperts:
 def score(logits: Tensor, scoring: Scoring) -> Tensor:
     """Scores of logits [N, E], or of parts [P, N, E] that add up to them; all but softmax are elementwise."""
     logits = logits.sum(0) if logits.dim() == 3 else logits
-    return logits.softmax(dim=-1) if scoring is Scoring.SOFTMAX else logits.sigmoid()
+    if scoring is Scoring.SOFTMAX:
+        return logits.softmax(dim=-1)
+    return logits.sigmoid() if scoring is Scoring.SIGMOID else functional.softplus(logits).sqrt()
 
 
 def pick(scores: Tensor, gate: Gate, bias: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -33,10 +35,15 @@ def pick(scores: Tensor, gate: Gate, bias: Tensor | None) -> tuple[Tensor, Tenso
     if gate.num_groups > 1:
         ranking = _hide_other_groups(ranking, gate)
     experts = _top_indices(ranking, gate.num_selected)
+    return weigh(scores, gate, experts), experts
+
+
+def weigh(scores: Tensor, gate: Gate, experts: Tensor) -> Tensor:
+    """Weights [N, K] of ``experts`` [N, K] from scores [N, E]: normalised if asked, times scale."""
     weights = scores.gather(1, experts)
     if gate.is_normalized:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
-    return weights * gate.scale, experts
+    return weights * gate.scale
 
 
 def _hide_other_groups(ranking: Tensor, gate: Gate) -> Tensor:

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import triton_attention, triton_mla, triton_moe, triton_sampling
-from kernels.api import AttentionBatch, Gate, HeadNorms, SamplingBatch
+from kernels.api import AttentionBatch, Gate, HeadNorms, SamplingBatch, Scoring
 from kernels.reference import PackedWeight, ReferenceKernels
 from kernels.reference_fp8 import round_rows
 from kernels.reference_mla import UpProjection
@@ -153,6 +153,8 @@ class TritonKernels(ReferenceKernels):
 
     def route(self, logits: Tensor, gate: Gate, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """See Kernels.route."""
+        if gate.scoring is Scoring.SQRT_SOFTPLUS:
+            return super().route(logits, gate, bias)
         return triton_moe.route(logits, gate, bias)
 
     def experts_mlp(self, x: Tensor, weights: Tensor, experts: Tensor, packed: PackedExperts) -> Tensor:

@@ -93,7 +93,7 @@ class Decoder:
     def alloc_cache(self, num_blocks: int, block_size: int) -> list[Tensor]:
         """See Model.alloc_cache."""
         shapes = [layer.attention.cache_shape(num_blocks, block_size) for layer in self._layers]
-        return [_zeros(shape, self._dtype, self._device) for shape in shapes]
+        return [zeroed(shape, self._dtype, self._device) for shape in shapes]
 
     def cache_bytes_per_block(self, block_size: int) -> int:
         """See Model.cache_bytes_per_block."""
@@ -146,7 +146,7 @@ def _rows_with_logits(rows: Rows, batch: StepBatch) -> Rows:
     return Rows(rows.positions[indices], batch.size.logits_rows, counted)
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeroed memory. On a CPU the system gives a page when it is first written; torch.zeros would write them all."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

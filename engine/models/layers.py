@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.models import WeightSource
-from engine.models.spec import RopeSpec
+from engine.models.config import RopeSpec
 from kernels.api import Kernels
 
 

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from engine.models.compressed_spec import CompressedSpec, v4_rope
+from engine.models.config import RopeSpec, count
 from engine.models.gguf_config import config_of_gguf
 from kernels.api import Gate, Scoring
 from schemas.errors import ModelError
 
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3")
-
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3", "deepseek_v4")
 
 # fmt: off
 _HARMLESS = frozenset({
@@ -23,7 +23,7 @@ _HARMLESS = frozenset({
     "output_attentions", "output_hidden_states", "tokenizer_class", "problem_type", "id2label", "label2id",
     "chunk_size_feed_forward", "is_encoder_decoder", "_attn_implementation", "_attn_implementation_internal",
     "task_specific_params", "model_max_length", "pad_token", "bos_token", "eos_token", "aux_loss_alpha", "seq_aux",
-    "router_aux_loss_coef", "output_router_logits", "ep_size",
+    "router_aux_loss_coef", "output_router_logits", "router_jitter_noise", "ep_size",
 })
 """Fields that never change a forward pass of an architecture that we run."""
 
@@ -49,6 +49,13 @@ _UNDERSTOOD_BY = {
     }),
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK | {"num_nextn_predict_layers", "num_mtp_layers"},
+    "deepseek_v4": frozenset({
+        "q_lora_rank", "qk_rope_head_dim", "n_routed_experts", "n_shared_experts", "num_experts_per_tok",
+        "moe_intermediate_size", "scoring_func", "norm_topk_prob", "routed_scaling_factor", "num_nextn_predict_layers",
+        "compress_rates", "compress_ratios", "compress_rope_theta", "hc_mult", "hc_sinkhorn_iters", "hc_eps",
+        "mlp_layer_types", "num_hash_layers", "swiglu_limit", "o_groups", "o_lora_rank", "index_n_heads",
+        "index_head_dim", "index_topk", "topk_method",
+    }),
 }
 """Fields that it reads or checks for one architecture more."""
 
@@ -61,51 +68,18 @@ _ALLOWED: dict[str, dict[str, tuple[Any, ...]]] = {
         "norm_topk_prob": (False,),  # transformers ignores it, DeepSeek's own code does not
     },
     "deepseek_v3": {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)},
+    "deepseek_v4": {
+        "scoring_func": ("sqrtsoftplus",),
+        "topk_method": ("noaux_tc",),
+        "norm_topk_prob": (True,),
+        "n_shared_experts": (1,),
+        "num_key_value_heads": (1,),
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+    },
 }
 """The only values that are implemented, the default first; under "" for every architecture."""
 # fmt: on
-
-
-@dataclass(frozen=True)
-class RopeSpec:
-    """Rotary embedding: base and scaling, in the names of config.json; lengths in tokens."""
-
-    theta: float
-    kind: str = "default"
-    factor: float = 1.0
-    original_max_positions: int = 0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None  # yarn: None means 0.1 ln(factor) + 1
-    truncate: bool = True  # yarn: round the bounds of the ramp
-    mscale: float = 0.0  # yarn in DeepSeek's models: numerator of the attention factor, if both are set ...
-    mscale_all_dim: float = 0.0  # ... and its denominator, which scales the softmax instead
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> "RopeSpec":
-        """Read rope_parameters (transformers 5), or rope_theta and rope_scaling; an unknown one is a ModelError."""
-        values = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-        kind = values.pop("rope_type", None) or values.pop("type", None) or "default"
-        values.pop("type", None)
-        theta = values.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
-        if kind not in ROPE_TYPES:
-            raise ModelError(f"config.json: rope type {kind!r} is not implemented; known: {', '.join(ROPE_TYPES)}")
-        known = {name: values.pop(name) for name in _ROPE_FIELDS[kind] if values.get(name) is not None}
-        original = values.pop("original_max_position_embeddings", None) or config.get("max_position_embeddings") or 0
-        for name, value in values.items():
-            if value not in (None, 1.0 if name in ("partial_rotary_factor", "factor") else None):
-                raise ModelError(f"config.json: rope field {name}={value!r} is not implemented for rope type {kind!r}")
-        return cls(theta=float(theta), kind=kind, original_max_positions=int(original), **known)
-
-
-_ROPE_FIELDS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor", "beta_fast", "beta_slow", "attention_factor", "truncate", "mscale", "mscale_all_dim"),
-}
 
 
 @dataclass(frozen=True)
@@ -122,15 +96,15 @@ class LatentSpec:
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "LatentSpec":
         """Read a DeepSeek config. Raises ModelError."""
-        num_heads = _count(config, "num_attention_heads")
+        num_heads = count(config, "num_attention_heads")
         if config.get("num_key_value_heads", num_heads) != num_heads:
             raise ModelError("config.json: latent attention needs as many num_key_value_heads as num_attention_heads")
         spec = cls(
-            q_rank=_count(config, "q_lora_rank") if config.get("q_lora_rank") is not None else None,
-            kv_rank=_count(config, "kv_lora_rank"),
-            key_size=_count(config, "qk_nope_head_dim"),
-            rope_size=_count(config, "qk_rope_head_dim"),
-            value_size=_count(config, "v_head_dim"),
+            q_rank=count(config, "q_lora_rank") if config.get("q_lora_rank") is not None else None,
+            kv_rank=count(config, "kv_lora_rank"),
+            key_size=count(config, "qk_nope_head_dim"),
+            rope_size=count(config, "qk_rope_head_dim"),
+            value_size=count(config, "v_head_dim"),
             is_interleaved=bool(config.get("rope_interleave", True)),
         )
         query_size = spec.key_size + spec.rope_size
@@ -155,8 +129,8 @@ class ExpertSpec:
         """Read a DeepSeek or Qwen3-MoE config. Raises ModelError."""
         is_qwen = architecture == "qwen3_moe"
         name = "num_experts" if config.get("num_experts") else "num_local_experts"
-        num_experts = _count(config, name if is_qwen else "n_routed_experts")
-        size = _count(config, "moe_intermediate_size")
+        num_experts = count(config, name if is_qwen else "n_routed_experts")
+        size = count(config, "moe_intermediate_size")
         gate = _gate(config, architecture)
         group_size, is_uneven = divmod(num_experts, gate.num_groups)
         num_open = gate.num_groups_selected * group_size
@@ -178,17 +152,17 @@ class ExpertSpec:
 
 
 def _gate(config: Mapping[str, Any], architecture: str) -> Gate:
-    num_selected = _count(config, "num_experts_per_tok")
+    num_selected = count(config, "num_experts_per_tok")
     if architecture == "qwen3_moe":
         return Gate(Scoring.SOFTMAX, num_selected, is_normalized=bool(config.get("norm_topk_prob")))
     scale = config.get("routed_scaling_factor")
     if not isinstance(scale, int | float):
         raise ModelError(f"config.json: routed_scaling_factor must be a number, not {scale!r}")
     if architecture == "deepseek_v3":
-        groups = _count(config, "n_group"), _count(config, "topk_group")
+        groups = count(config, "n_group"), count(config, "topk_group")
         return Gate(Scoring.SIGMOID, num_selected, *groups, 2, bool(config.get("norm_topk_prob", True)), float(scale))
     is_grouped = config.get("topk_method") == "group_limited_greedy"
-    groups = (_count(config, "n_group"), _count(config, "topk_group")) if is_grouped else (1, 1)
+    groups = (count(config, "n_group"), count(config, "topk_group")) if is_grouped else (1, 1)
     return Gate(Scoring.SOFTMAX, num_selected, *groups, scale=float(scale))
 
 
@@ -202,6 +176,13 @@ def _layers_after_dense(config: Mapping[str, Any], num_layers: int) -> range:
 def _sparse_layers(config: Mapping[str, Any], num_layers: int) -> list[int]:
     step, dense = int(config.get("decoder_sparse_step") or 1), config.get("mlp_only_layers") or ()
     return [layer for layer in range(num_layers) if (layer + 1) % step == 0 and layer not in dense]
+
+
+V41_IS_MISSING = (
+    "model_type 'deepseek_v41' is not implemented: it needs keys shared between layers (YOCO), entries of one and two "
+    "tokens, candidate blocks for the index, keys in fp4, hashed n-gram embeddings (engram) and shifted "
+    "hyper-connections, beside weights in fp8 blocks of 32 and fp4; ops/runbook.md has the account"
+)
 
 
 @dataclass(frozen=True)
@@ -227,6 +208,7 @@ class ModelSpec:
     layer_windows: tuple[int | None, ...]  # keys that a layer's rows see, themselves included; None: all
     latent: LatentSpec | None = None  # else grouped attention; its rotated part is head_dim
     experts: ExpertSpec | None = None
+    compressed: CompressedSpec | None = None  # DeepSeek V4, whose experts are described here too
     num_mtp_layers: int = 0  # the checkpoint may hold so many layers more, which draft tokens
     fp8_block: tuple[int, int] | None = None  # rows and columns that share a scale, in a checkpoint with fp8 weights
 
@@ -240,34 +222,38 @@ class ModelSpec:
     def from_config(cls, config: Mapping[str, Any]) -> "ModelSpec":
         """Read a config.json. Raises ModelError naming a field that is missing, unknown or not implemented."""
         architecture = str(config.get("model_type"))
+        if architecture == "deepseek_v41":
+            raise ModelError(V41_IS_MISSING)
         if architecture not in ARCHITECTURES:
             raise ModelError(f"model_type {architecture!r} is not implemented; known: {', '.join(ARCHITECTURES)}")
         _check_fields(config, architecture)
-        is_deepseek = architecture.startswith("deepseek")
-        num_heads, num_layers = _count(config, "num_attention_heads"), _count(config, "num_hidden_layers")
+        is_v4 = architecture == "deepseek_v4"
+        is_latent = architecture in ("deepseek_v2", "deepseek_v3")
+        num_heads, num_layers = count(config, "num_attention_heads"), count(config, "num_hidden_layers")
         has_bias = bool(config.get("attention_bias"))
         return cls(
             architecture=architecture,
-            vocab_size=_count(config, "vocab_size"),
-            hidden_size=_count(config, "hidden_size"),
-            intermediate_size=_count(config, "intermediate_size"),
+            vocab_size=count(config, "vocab_size"),
+            hidden_size=count(config, "hidden_size"),
+            intermediate_size=count(config, "moe_intermediate_size" if is_v4 else "intermediate_size"),
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
             head_dim=_head_dim(config, architecture),
             rms_norm_eps=float(config.get("rms_norm_eps") or 1e-6),
-            rope=RopeSpec.from_config(config),
-            max_position_embeddings=_count(config, "max_position_embeddings"),
+            rope=v4_rope(config, "main") if is_v4 else RopeSpec.from_config(config),
+            max_position_embeddings=count(config, "max_position_embeddings"),
             tie_embeddings=bool(config.get("tie_word_embeddings", False)),
             qkv_bias=has_bias or architecture == "qwen2",
             output_bias=has_bias and architecture != "qwen2",
             mlp_bias=bool(config.get("mlp_bias")),
             qk_norm=architecture.startswith("qwen3"),
-            layer_windows=_layer_windows(config, architecture, num_layers),
-            latent=LatentSpec.from_config(config) if is_deepseek else None,
+            layer_windows=(None,) * num_layers if is_v4 else _layer_windows(config, architecture, num_layers),
+            latent=LatentSpec.from_config(config) if is_latent else None,
             experts=ExpertSpec.from_config(config, architecture, num_layers)
-            if architecture in _UNDERSTOOD_BY
+            if architecture == "qwen3_moe" or is_latent
             else None,
+            compressed=CompressedSpec.from_config(config, num_layers) if is_v4 else None,
             num_mtp_layers=int(config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0),
             fp8_block=_fp8_block(config),
         )
@@ -285,7 +271,8 @@ def _check_fields(config: Mapping[str, Any], architecture: str) -> None:
         if name in understood or name in _HARMLESS or name.endswith(("_token_id", "_token_ids")) or is_off:
             continue
         raise ModelError(f"config.json: field {name}={value!r} is not understood and could change the result")
-    for name, allowed in (_ALLOWED[""] | _ALLOWED.get(architecture, {})).items():
+    shared = {} if architecture == "deepseek_v4" else _ALLOWED[""]
+    for name, allowed in (shared | _ALLOWED.get(architecture, {})).items():
         if config.get(name, allowed[0]) not in allowed:
             only = " or ".join(map(repr, allowed))
             raise ModelError(f"config.json: {name}={config[name]!r} is not implemented, only {only}")
@@ -312,17 +299,12 @@ _HARMLESS_IN_FP8 = ("activation_scheme", "modules_to_not_convert", "ignored_laye
 """How activations would be quantised, which ours are not, and what the tensors themselves show."""
 
 
-def _count(config: Mapping[str, Any], name: str) -> int:
-    value = config.get(name)
-    if not isinstance(value, int) or value < 1:
-        raise ModelError(f"config.json: {name} must be a positive integer, not {value!r}")
-    return value
-
-
 def _head_dim(config: Mapping[str, Any], architecture: str) -> int:
+    if architecture == "deepseek_v4":
+        return count(config, "head_dim")
     if architecture.startswith("deepseek"):
-        return _count(config, "qk_rope_head_dim")
-    hidden_size, num_heads = _count(config, "hidden_size"), _count(config, "num_attention_heads")
+        return count(config, "qk_rope_head_dim")
+    hidden_size, num_heads = count(config, "hidden_size"), count(config, "num_attention_heads")
     head_dim = int(config.get("head_dim") or (128 if architecture == "qwen3" else hidden_size // num_heads))
     num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
     if head_dim % 2 or num_heads % num_kv_heads:

@@ -227,6 +227,7 @@ def test_every_tiny_family_is_read(family: str) -> None:
         ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "mscale": 0.7}}, "mscale=0.7"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ("llama", {"model_type": "gemma3"}, "model_type 'gemma3' is not implemented; known: llama"),
+        ("llama", {"model_type": "deepseek_v41"}, r"'deepseek_v41' is not implemented: it needs .*YOCO.*engram"),
         ("llama", {"num_key_value_heads": 3}, "over 3 key-value heads do not divide"),
         ("llama", {"num_hidden_layers": None}, "num_hidden_layers must be a positive integer, not None"),
         ("qwen2", {"layer_types": ["full_attention", "linear_attention"]}, "layer_types"),

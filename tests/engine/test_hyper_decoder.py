@@ -1,0 +1,189 @@
+"""DeepSeek V4 against transformers' modelling code, the oracle: tiny random checkpoints of every layer type in fp32.
+
+The oracle pads on the left wrongly and so runs one sequence at a time.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.models.hyper_decoder import HyperDecoder
+from engine.models.spec import ModelSpec
+from engine.topology import Topology
+from engine.weights import load_model
+from kernels.reference import ReferenceKernels
+from schemas.errors import ModelError, SettingsError
+from schemas.model_files import ModelFiles
+from schemas.records import ModelRef
+from tests.engine.test_decoder import CPU, TOLERANCE, expected_logits, random_ids
+from tests.step_batches import BLOCK_SIZE, block_tables, step_batch
+from tests.tiny_models import VOCAB_SIZE
+
+SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
+VARIANTS: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "sliding": ([SLIDING], {}),
+    "sparse": ([SPARSE], {}),
+    "sparse-all-entries": ([SPARSE], {"index_topk": 64}),
+    "heavy": ([HEAVY], {}),
+    "all": ([SLIDING, SPARSE, HEAVY, SPARSE], {}),
+    "yarn": (
+        [SPARSE, HEAVY],
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+                "beta_fast": 32,
+                "beta_slow": 1,
+            }
+        },
+    ),
+}
+
+
+def write_oracle(directory: Path, kinds: list[str], overrides: dict[str, Any]) -> Any:
+    """A random checkpoint, saved by transformers; what it makes zero is random too, or it would go untested."""
+    from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+
+    torch.manual_seed(0)
+    config = DeepseekV4Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        moe_intermediate_size=32,
+        num_hidden_layers=len(kinds),
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=32,
+        q_lora_rank=24,
+        num_experts_per_tok=2,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        layer_types=kinds,
+        mlp_layer_types=["hash_moe", *["moe"] * (len(kinds) - 1)] if len(kinds) > 1 else ["moe"],
+        compress_rates={SPARSE: 4, HEAVY: 8},
+        sliding_window=8,
+        o_groups=2,
+        o_lora_rank=16,
+        index_n_heads=16,  # with few heads, many scores are exactly 0 and which entries are best is open
+        index_head_dim=16,
+        partial_rotary_factor=0.25,
+        max_position_embeddings=512,
+        swiglu_limit=0.5,  # so low that it matters
+        initializer_range=0.2,
+        pad_token_id=2,
+        **{"index_topk": 4, **overrides},
+    )
+    model = DeepseekV4ForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("sinks", "position_bias", ".base", "hc_base", "norm.weight", "scale")):
+                parameter.add_(torch.randn_like(parameter), alpha=0.3)
+        for name, buffer in model.named_buffers():
+            if name.endswith("tid2eid"):
+                buffer.copy_(torch.stack([torch.randperm(8)[:2] for _ in range(VOCAB_SIZE)]))
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.3)
+    model.save_pretrained(directory)
+    return model
+
+
+def load(directory: Path, **fields: Any) -> HyperDecoder:
+    ref = ModelRef(name=str(directory), digest="0" * 16, dtype="float32", **fields)
+    model = load_model(ModelFiles(directory, "huggingface"), ref, ReferenceKernels(CPU), CPU)
+    assert isinstance(model, HyperDecoder)
+    return model
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[HyperDecoder, Any]:
+    directory = tmp_path_factory.mktemp("model")
+    oracle = write_oracle(directory, *VARIANTS[request.param])
+    return load(directory), oracle
+
+
+def test_a_whole_prompt_has_the_oracles_logits_at_every_row(pair: tuple[HyperDecoder, Any]) -> None:
+    model, oracle = pair
+    ids = random_ids(65, seed=1)
+    batch = step_batch([ids], [0], block_tables([65]), logits_rows=range(65))
+    got = model.logits(model.forward(batch, model.alloc_cache(32, BLOCK_SIZE)))
+    torch.testing.assert_close(got, expected_logits(oracle, ids), atol=TOLERANCE, rtol=0)
+
+
+def test_chunks_then_decode_steps_have_the_oracles_logits(pair: tuple[HyperDecoder, Any]) -> None:
+    model, oracle = pair
+    ids, tables = random_ids(65, seed=2), block_tables([65], seed=3)
+    expected, cache, start = expected_logits(oracle, ids), model.alloc_cache(32, BLOCK_SIZE), 0
+    for size in (7, 1, 22, 1, 1, 16, *[1] * 17):
+        logits = model.logits(model.forward(step_batch([ids[start : start + size]], [start], tables), cache))
+        start += size
+        torch.testing.assert_close(logits[0], expected[start - 1], atol=TOLERANCE, rtol=0)
+
+
+def test_wrong_tokens_across_window_borders_are_overwritten(pair: tuple[HyperDecoder, Any]) -> None:
+    model, oracle = pair
+    ids, tables, cache = random_ids(65, seed=4), block_tables([65]), model.alloc_cache(32, BLOCK_SIZE)
+    model.forward(step_batch([ids[:30]], [0], tables, logits_rows=[]), cache)
+    model.forward(step_batch([random_ids(12, seed=5)], [30], tables, logits_rows=[]), cache)
+    batch = step_batch([ids[30:]], [30], tables, logits_rows=range(35))
+    got = model.logits(model.forward(batch, cache))
+    torch.testing.assert_close(got, expected_logits(oracle, ids)[30:], atol=TOLERANCE, rtol=0)
+
+
+def test_a_mixed_batch_with_a_shared_prefix_has_the_oracles_logits(pair: tuple[HyperDecoder, Any]) -> None:
+    model, oracle = pair
+    prefix = random_ids(24, seed=6)
+    prompts = [prefix + random_ids(length, seed=length) for length in (9, 14, 5)]
+    tables = block_tables([len(ids) for ids in prompts])
+    shared = tables[0][: 24 // BLOCK_SIZE]
+    tables = [[*shared, *table[len(shared) :]] for table in tables]
+    cache = model.alloc_cache(40, BLOCK_SIZE)
+    model.forward(step_batch([prompts[0][:-1]], [0], tables[:1], logits_rows=[]), cache)
+    starts = [len(prompts[0]) - 1, 24, 24]
+    batch = step_batch([ids[start:] for ids, start in zip(prompts, starts, strict=True)], starts, tables)
+    expected = torch.stack([expected_logits(oracle, ids)[-1] for ids in prompts])
+    torch.testing.assert_close(model.logits(model.forward(batch, cache)), expected, atol=TOLERANCE, rtol=0)
+
+
+def test_the_names_and_fields_of_a_published_checkpoint_are_read(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    oracle = write_oracle(tmp_path, [SLIDING, SPARSE], {})
+    weights = load_file(tmp_path / "model.safetensors")
+    renamed = {
+        name.removeprefix("model.").replace("embed_tokens", "embed").replace("hc_head.hc_", "hc_head_"): tensor
+        for name, tensor in weights.items()
+    }
+    assert "embed.weight" in renamed
+    assert "layers.1.attn.indexer.compressor.ape" in renamed
+    save_file(renamed | {"mtp.0.norm.weight": torch.ones(64)}, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    for name in ("layer_types", "mlp_layer_types", "compress_rates", "partial_rotary_factor", "rope_parameters"):
+        del config[name]
+    config |= {"compress_ratios": [0, 4], "num_hash_layers": 1, "qk_rope_head_dim": 8, "rope_scaling": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model, ids = load(tmp_path), random_ids(30, seed=7)
+    batch = step_batch([ids], [0], block_tables([30]), logits_rows=range(30))
+    got = model.logits(model.forward(batch, model.alloc_cache(10, BLOCK_SIZE)))
+    torch.testing.assert_close(got, expected_logits(oracle, ids), atol=TOLERANCE, rtol=0)
+
+
+def test_what_v4_cannot_be_run_with_yet_is_refused(tmp_path: Path) -> None:
+    write_oracle(tmp_path, [SLIDING], {})
+    for fields in ({"deterministic": True}, {"load_format": "random"}, {"quantization": "fp8"}):
+        with pytest.raises(ModelError, match=r"without random weights, fp8 products and --deterministic"):
+            load(tmp_path, **fields)
+    config = json.loads((tmp_path / "config.json").read_text())
+    with pytest.raises(SettingsError, match=r"deepseek_v4 runs on one rank"):
+        Topology(expert=2, data=1, context=2).check_model(ModelSpec.from_config(config))
+    with pytest.raises(ModelError, match=r"'ratio 3'.* do not make 1 layers"):
+        ModelSpec.from_config(config | {"layer_types": None, "compress_ratios": [3]})
+
+
+def test_a_cache_takes_the_bytes_it_announces(tmp_path: Path) -> None:
+    write_oracle(tmp_path, [SLIDING, SPARSE, HEAVY], {})
+    model = load(tmp_path)
+    cache = model.alloc_cache(5, 64)
+    assert sum(layer.nbytes for layer in cache) == 5 * model.cache_bytes_per_block(64)

@@ -92,6 +92,22 @@ def constraints(path: Path, output: Path | None, tokenizer: str, no_peers: bool)
 
 
 @main.command()
+@click.option(
+    "--rows", "num_rows", default=256, show_default=True, type=click.IntRange(min=1), help="Rows of the batch."
+)
+@click.option("--repeats", default=3, show_default=True, type=click.IntRange(min=1))
+@click.option("--model", default="smollm2", show_default=True)
+@click.option("--device", default="cpu", show_default=True)
+def masks(**options: Any) -> None:
+    """A full batch of one schema against free rows of the same lengths, and what the masks of a step take."""
+    from ops.bench.masks import MasksBench, run_masks_bench
+
+    _settings()
+    for line in run_masks_bench(MasksBench(**options)):
+        click.echo(line)
+
+
+@main.command()
 @click.option("--shape", type=click.Choice(list(SHAPES)), default="Qwen3-0.6B", show_default=True)
 @click.option("--workload", "workloads", type=click.Choice(WORKLOADS), multiple=True, default=WORKLOADS)
 @click.option("--repeats", default=3, show_default=True, type=click.IntRange(min=1))

@@ -5,7 +5,6 @@ nothing of ours uses. A document counts as invalid if the input or the oracle sa
 """
 
 import json
-import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ import jsonschema_rs
 
 from ops.bench.canonical import KeyOrder
 from ops.bench.grammars import Nightmill, PlainGuidance, PlainXgrammar, System, walk
-from ops.bench.measurement import commit, hardware, versions
+from ops.bench.measurement import commit, hardware, percentiles, versions
 from schemas.constraints import (
     Decision,
     enforcement_plan,
@@ -194,24 +193,13 @@ def _system_figures(tally: Tally) -> dict[str, Any]:
         "schemas_refused": tally.num_refused,
         "valid_refused": tally.num_valid_refused,
         "invalid_accepted": tally.num_invalid_accepted,
-        "compile_ms": _percentiles(tally.compile_s, 1e3),
-        "mask_us": _percentiles(tally.mask_s, 1e6),
+        "compile_ms": percentiles(tally.compile_s, 1e3),
+        "mask_us": percentiles(tally.mask_s, 1e6),
     }
 
 
 def _rate(part: int, whole: int) -> float:
     return round(part / whole, 5) if whole else 0.0
-
-
-def _percentiles(seconds: Sequence[float], scale: float) -> dict[str, float]:
-    if len(seconds) < 2:
-        return {}
-    cuts = statistics.quantiles(seconds, n=100, method="inclusive")
-    return {
-        "p50": round(cuts[49] * scale, 2),
-        "p99": round(cuts[98] * scale, 2),
-        "mean": round(statistics.fmean(seconds) * scale, 2),
-    }
 
 
 def _lines(figures: dict[str, Any]) -> Iterator[str]:

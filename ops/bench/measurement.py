@@ -9,7 +9,7 @@ import os
 import platform
 import statistics
 import subprocess
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -72,6 +72,18 @@ def summarise(runs: Iterable[Run]) -> dict[str, dict[str, Spread]]:
     return {
         system: {name: spread(rate(run) for run in group) for name, rate in rates.items()}
         for system, group in by_system.items()
+    }
+
+
+def percentiles(seconds: Sequence[float], scale: float) -> dict[str, float]:
+    """Median, 99th percentile and mean, times ``scale``; nothing of fewer than two."""
+    if len(seconds) < 2:
+        return {}
+    cuts = statistics.quantiles(seconds, n=100, method="inclusive")
+    return {
+        "p50": round(cuts[49] * scale, 2),
+        "p99": round(cuts[98] * scale, 2),
+        "mean": round(statistics.fmean(seconds) * scale, 2),
     }
 
 

@@ -1,0 +1,122 @@
+"""What a constraint costs a full batch: rows of one schema against free rows of the same lengths, in one process.
+
+Nothing is forced, so that both sides draw every token. Knows no pipe.
+"""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.loop import Engine
+from ops.bench.measurement import Run, percentiles, summarise, write_result
+from schemas.constraints import make_validator
+from schemas.model_files import model_ref
+from schemas.records import Completion, Constraint, ConstraintKind, FinishReason, Request, Sampling
+from schemas.settings import EngineSettings
+
+LABELS = '"billing", "bug", "feature", "login", "other"'
+SCHEMA = (
+    '{"type": "object", "properties": {"reason": {"type": "string", "maxLength": 60}, '
+    f'"route": {{"enum": [{LABELS}]}}}}, "required": ["reason", "route"], "additionalProperties": false}}'
+)
+PROMPT_TOKENS = 16
+NAMES = ("free", "constrained")
+
+
+@dataclass(frozen=True)
+class MasksBench:
+    """What to measure."""
+
+    num_rows: int = 256
+    repeats: int = 3
+    model: str = "smollm2"
+    device: str = "cpu"
+
+
+def run_masks_bench(bench: MasksBench) -> list[str]:
+    """Measure in turns, write ``masks-DEVICE.json`` and return the lines to print."""
+    settings = EngineSettings(device=bench.device, max_num_seqs=bench.num_rows, prefix_cache=False)
+    engine = Engine(model_ref(bench.model, dtype="float32", max_model_len=256), settings)
+    constraint = Constraint(kind=ConstraintKind.JSON_SCHEMA, source=SCHEMA)
+    engine.add_constraint(constraint)
+    mask_s = time_masks(engine)
+    budgets = [len(done.token_ids) for done in _answer(engine, _requests(bench, "warm-up", constraint.key))]
+    mask_s.clear()
+    runs: list[Run] = []
+    for repeat in range(bench.repeats):
+        for name in NAMES:
+            key = constraint.key if name == "constrained" else None
+            requests = _requests(bench, f"{name}-{repeat}", key, None if key else budgets)
+            started = time.perf_counter()
+            done = _answer(engine, requests)
+            runs.append(_run(name, repeat, time.perf_counter() - started, done, constraint if key else None))
+    medians = {name: rates["output_tokens_per_s"].median for name, rates in summarise(runs).items()}
+    ratio, mask_ms = medians["constrained"] / medians["free"], percentiles(mask_s, 1e3)
+    config = {"num_rows": bench.num_rows, "repeats": bench.repeats, "model": bench.model, "schema": SCHEMA}
+    facts = {"constrained_to_free": ratio, "mask_ms_per_step": mask_ms, "num_steps_with_masks": len(mask_s)}
+    path = write_result(f"masks-{bench.device}", config, runs, **facts)
+    return [
+        *(f"{name:<12}{rate:>10.1f} output tokens/s" for name, rate in medians.items()),
+        f"constrained to free: {ratio:.3f}",
+        f"masks of a step: p50 {mask_ms['p50']} ms, p99 {mask_ms['p99']} ms",
+        f"written to {path}",
+    ]
+
+
+def time_masks(engine: Engine) -> list[float]:
+    """Seconds that each later step spends on its masks; the list grows as the engine steps."""
+    seconds: list[float] = []
+    fill: Callable[..., Any] = engine._grammars.fill
+
+    def timed(matchers: Sequence[Any]) -> Any:
+        started = time.perf_counter()
+        masks = fill(matchers)
+        if masks is not None:
+            seconds.append(time.perf_counter() - started)
+        return masks
+
+    engine._grammars.fill = timed  # type: ignore[method-assign]
+    return seconds
+
+
+def _requests(bench: MasksBench, name: str, key: str | None, budgets: Sequence[int] | None = None) -> list[Request]:
+    return [
+        Request(
+            request_id=f"{name}-{index}",
+            token_ids=tuple(1000 + (index * 97 + place * 31) % 40_000 for place in range(PROMPT_TOKENS)),
+            constraint_key=key,
+            seed=index,
+            sampling=Sampling(
+                temperature=1.0,
+                max_tokens=budgets[index] if budgets else None,
+                ignore_eos=budgets is not None,
+                force_text=False,
+            ),
+        )
+        for index in range(bench.num_rows)
+    ]
+
+
+def _answer(engine: Engine, requests: Sequence[Request]) -> list[Completion]:
+    for request in requests:
+        engine.add(request)
+    done: dict[str, Completion] = {}
+    while engine.has_work():
+        done |= {completion.request_id: completion for completion in engine.step()}
+    return [done[request.request_id] for request in requests]
+
+
+def _run(name: str, repeat: int, seconds: float, done: Sequence[Completion], constraint: Constraint | None) -> Run:
+    validator = make_validator(constraint) if constraint else None
+    ended = [each for each in done if each.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)]
+    return Run(
+        system=name,
+        repeat=repeat,
+        seconds=seconds,
+        num_rows=len(done),
+        num_output_tokens=sum(len(each.token_ids) for each in done),
+        num_valid=sum(validator is None or validator.check(each.text)[1] is None for each in ended),
+        load_average=os.getloadavg()[0],
+    )

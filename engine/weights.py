@@ -105,6 +105,8 @@ class CheckpointWeights:
         tensor = self._tensors.read(name, None if is_fp8 else part).to(self._device)
         if tensor.dtype == torch.float8_e4m3fn:
             tensor = cut(self._dequantize(name, tensor), part)
+        if not tensor.is_floating_point() and (dtype or self._dtype).is_floating_point:
+            raise ModelError(f"tensor {name} is of {tensor.dtype}: packed weights, such as fp4, are not implemented")
         return tensor.to(dtype or self._dtype)
 
     def leave(self, prefix: str) -> None:

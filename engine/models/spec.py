@@ -69,6 +69,7 @@ _ALLOWED: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "deepseek_v3": {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)},
     "deepseek_v4": {
+        "hidden_act": ("silu",),
         "scoring_func": ("sqrtsoftplus",),
         "topk_method": ("noaux_tc",),
         "norm_topk_prob": (True,),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine.models.hyper_decoder import HyperDecoder
 from engine.models.spec import ModelSpec
@@ -19,8 +20,9 @@ from schemas.errors import ModelError, SettingsError
 from schemas.model_files import ModelFiles
 from schemas.records import ModelRef
 from tests.engine.test_decoder import CPU, TOLERANCE, expected_logits, random_ids
+from tests.engine.test_parity import assert_greedy, make_engine, random_prompts, run
 from tests.step_batches import BLOCK_SIZE, block_tables, step_batch
-from tests.tiny_models import VOCAB_SIZE
+from tests.tiny_models import VOCAB_SIZE, write_tiny_tokenizer
 
 SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 VARIANTS: dict[str, tuple[list[str], dict[str, Any]]] = {
@@ -148,8 +150,6 @@ def test_a_mixed_batch_with_a_shared_prefix_has_the_oracles_logits(pair: tuple[H
 
 
 def test_the_names_and_fields_of_a_published_checkpoint_are_read(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     oracle = write_oracle(tmp_path, [SLIDING, SPARSE], {})
     weights = load_file(tmp_path / "model.safetensors")
     renamed = {
@@ -187,3 +187,25 @@ def test_a_cache_takes_the_bytes_it_announces(tmp_path: Path) -> None:
     model = load(tmp_path)
     cache = model.alloc_cache(5, 64)
     assert sum(layer.nbytes for layer in cache) == 5 * model.cache_bytes_per_block(64)
+
+
+def test_packed_experts_are_refused_by_name(tmp_path: Path) -> None:
+    write_oracle(tmp_path, [SLIDING], {})
+    weights, name = load_file(tmp_path / "model.safetensors"), "model.layers.0.ffn.experts.3.w2.weight"
+    weights[name] = torch.zeros(64, 16, dtype=torch.int8)
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"experts.3.w2.weight is of torch.int8: packed weights, such as fp4"):
+        load(tmp_path)
+
+
+def test_an_engine_draws_the_oracles_tokens_in_chunks_with_prefix_hits_and_preemption(tmp_path: Path) -> None:
+    oracle = write_oracle(tmp_path, [SLIDING, SPARSE, HEAVY], {})
+    write_tiny_tokenizer(tmp_path)
+    prompts = random_prompts([1 + (i * 13) % 40 for i in range(8)], VOCAB_SIZE, shared=40)
+    engine = make_engine(
+        str(tmp_path), 112, 128, block_size=8, max_num_seqs=6, max_num_batched_tokens=48, num_threads=1
+    )
+    for prompt, completion in zip(prompts, run(engine, prompts, 20), strict=True):
+        assert_greedy(oracle, prompt, completion)
+    assert engine.stats.num_preemptions
+    assert engine.stats.num_cached_tokens

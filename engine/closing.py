@@ -81,6 +81,23 @@ class Closer:
         self.fewest_tokens = lru_cache(ENDS_KEPT)(vocabulary.fewest_tokens)
         language.farthest_within(0)  # what the rows ask, found out here
 
+    def first(self) -> Position | None:
+        """See Places.first."""
+        try:
+            return None if self.is_given_up else Position(self.walker.start())
+        except TooComplex:
+            self.is_given_up = True
+            return None
+
+    def after(self, place: Position, token_id: int) -> Position | None:
+        """See Places.after; a text that the language does not have, whatever the engine's grammar says, is nowhere."""
+        try:
+            position = place.walk(self.vocabulary.tokens[token_id])
+        except TooComplex:
+            self.is_given_up = True
+            return None
+        return None if position.place.is_dead else position
+
     def start(self, max_tokens: int) -> Closing | None:
         """Watch over a new row; None if its output cannot be longer than ``max_tokens``, or if nothing can be done."""
         if self.is_given_up or max_tokens >= self.language.longest:

@@ -189,7 +189,7 @@ class Grammars:
             self._errors[key] = f"the {kind} constraint cannot be compiled: {_first_line(result)}"
             return
         grammar, closer = result
-        states = SharedStates(partial(self._start, self._constraints[key], grammar))
+        states = SharedStates(partial(self._start, self._constraints[key], grammar), closer)
         self._compiled[key] = Compiled(grammar, states, closer)
         self._num_compiled_bytes += grammar.memory_size_bytes
         while len(self._compiled) > 1 and self._num_compiled_bytes > CACHE_BYTES:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.device import to_device
-from engine.states import MIN_VISITS, SharedMatcher, State
+from engine.states import MIN_VISITS, SharedMatcher, Spot
 from engine.types import Matcher
 
 TABLE_BYTES = 2**27
@@ -36,7 +36,7 @@ class MaskTable:
         self._device = device
         self._fill_native = fill_native
         self._table: Tensor | None = None
-        self._kept: list[State] = []  # the state of row i + 1
+        self._kept: list[Spot] = []  # of row i + 1
 
     def fill(self, matchers: Seq[SharedMatcher | None]) -> Tensor | None:
         """Masks of the next token, int32 [L, W] on the device, all ones where a row is free; None if all are."""
@@ -51,15 +51,15 @@ class MaskTable:
         for row, matcher in enumerate(matchers):
             if matcher is None:
                 continue
-            state = matcher.state
-            if state is None or (state.mask == 0 and state.num_visits < MIN_VISITS):
+            spot = matcher.spot()
+            if spot is None or (spot.mask == 0 and spot.num_visits < MIN_VISITS):
                 sent[row] = matcher.native
                 continue
-            if state.mask == 0:
-                self._kept.append(state)
-                state.mask = len(self._kept)
+            if spot.mask == 0:
+                self._kept.append(spot)
+                spot.mask = len(self._kept)
                 new.append(matcher.native)
-            rows[row] = state.mask
+            rows[row] = spot.mask
         return self._gather(rows, num_kept, new, sent)
 
     def _gather(self, rows: np.ndarray, num_kept: int, new: list[Matcher], sent: dict[int, Matcher]) -> Tensor:
@@ -81,6 +81,6 @@ class MaskTable:
         return masks
 
     def _empty(self) -> None:
-        for state in self._kept:
-            state.mask = 0
+        for spot in self._kept:
+            spot.mask = 0
         self._kept.clear()

@@ -1,13 +1,14 @@
 """States of a grammar that rows share: what one row finds out about a state, the next ones need not ask.
 
 A state is known by the tokens that lead to it. Rows of one job pass through the same first ones; in free text they
-part, and from there on a row has a native matcher of its own. Knows no grammar engine; of a mask, where it is kept.
+part: from there on a row has a native matcher of its own, and shares only masks, with the rows at its place in the
+language. Knows no grammar engine; of a mask, where it is kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Hashable
+from typing import Any, Protocol, TypeVar
 
 from engine.types import Ids, Matcher
 
@@ -19,8 +20,28 @@ MIN_VISITS = 2
 """A state's continuations are kept once a second row is there, or where only one is possible."""
 
 
-class State:
-    """A state with what is known about it; ``mask`` is its row in the table of masks, 0 while it has none."""
+class Places(Protocol):
+    """Places in the language of a grammar: two texts that lead to one place go on alike."""
+
+    def first(self) -> Hashable:
+        """The place before any text; None if places are not followed."""
+
+    def after(self, place: Any, token_id: int) -> Hashable:
+        """The place after one more token; None if it is not known."""
+
+
+class Spot:
+    """Where rows share a mask; ``mask`` is its row in the table of masks, 0 while it has none."""
+
+    __slots__ = ("mask", "num_visits")
+
+    def __init__(self) -> None:
+        self.num_visits = 0
+        self.mask = 0
+
+
+class State(Spot):
+    """A state with what is known about it."""
 
     __slots__ = (
         "children",
@@ -28,20 +49,17 @@ class State:
         "is_at_end",
         "is_terminated",
         "longer",
-        "mask",
         "memo",
-        "num_visits",
         "parent",
         "token",
     )
 
     def __init__(self, parent: State | None, token: int, is_terminated: bool) -> None:
+        super().__init__()
         self.parent = parent
         self.token = token
         self.is_terminated = is_terminated
         self.children: dict[int, State] = {}
-        self.num_visits = 0
-        self.mask = 0
         self.memo: dict[Ids, Ids] = {}
         self.forced: str | None = None
         self.is_at_end: bool | None = None
@@ -58,18 +76,37 @@ class State:
 
 
 class SharedStates:
-    """The states of one grammar; ``start`` makes a native matcher."""
+    """The states of one grammar; ``start`` makes a native matcher, ``places`` follow its language if they can."""
 
-    def __init__(self, start: Callable[[], Matcher]) -> None:
+    def __init__(self, start: Callable[[], Matcher], places: Places | None = None) -> None:
         self.start = start
+        self.places = places
         self.root = State(None, -1, is_terminated=False)
         self.num_states = 1
+        self._spots: dict[Hashable, Spot] = {}
 
     def add(self, parent: State, token: int, is_terminated: bool) -> State:
         """Keep the state after ``token``."""
         self.num_states += 1
         child = parent.children[token] = State(parent, token, is_terminated)
         return child
+
+    def place_of(self, tokens: list[int]) -> Hashable:
+        """The place after these tokens; None if it is not known."""
+        place = self.places.first() if self.places else None
+        for token in tokens:
+            place = self.places.after(place, token) if self.places and place is not None else None
+        return place
+
+    def spot(self, place: Hashable) -> Spot | None:
+        """What rows at a place share, one more of them being there; None where nothing more is kept."""
+        spot = self._spots.get(place)
+        if spot is None:
+            if place is None or len(self._spots) >= MAX_STATES:
+                return None
+            spot = self._spots[place] = Spot()
+        spot.num_visits += 1
+        return spot
 
 
 class SharedMatcher:
@@ -79,8 +116,13 @@ class SharedMatcher:
         self._states = states
         self._native: Matcher | None = None
         self._native_at: State | None = None  # where the native matcher stands, while there is a state
+        self._passed: list[Hashable] = []  # places since the row has no state
         self.state: State | None = states.root
         states.root.num_visits += 1
+
+    def spot(self) -> Spot | None:
+        """Where this row may share a mask."""
+        return self.state or self._states.spot(self._passed[-1] if self._passed else None)
 
     @property
     def native(self) -> Matcher:
@@ -113,17 +155,27 @@ class SharedMatcher:
         is_kept = state is not None and self._keeps(state)
         if not native.accept(token_id):
             return False
-        if state is not None:
-            self.state = self._states.add(state, token_id, native.is_terminated) if is_kept else None
-            self._native_at = self.state
-            if self.state:
-                self.state.num_visits += 1
+        if state is None:
+            self._pass(self._passed[-1] if self._passed else None, token_id)
+            return True
+        self.state = self._states.add(state, token_id, native.is_terminated) if is_kept else None
+        self._native_at = self.state
+        if self.state:
+            self.state.num_visits += 1
+        else:
+            self._pass(self._states.place_of(state.path), token_id)
         return True
+
+    def _pass(self, place: Hashable, token_id: int) -> None:
+        places = self._states.places
+        is_followed = places is not None and place is not None and not self.native.is_terminated
+        self._passed.append(places.after(place, token_id) if places and is_followed else None)
 
     def rollback(self, num_tokens: int) -> None:
         """See Matcher.rollback."""
         if self.state is None:
             self.native.rollback(num_tokens)
+            del self._passed[-num_tokens:]
             return
         for _ in range(num_tokens):
             assert self.state.parent is not None, "no more can be taken back than was accepted"

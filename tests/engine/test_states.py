@@ -1,10 +1,12 @@
 """Shared grammar states: rows that share them see what a native matcher of their own would say."""
 
 import json
+import random
 from collections.abc import Callable
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -125,3 +127,61 @@ def test_masks_of_shared_states_are_those_of_native_matchers() -> None:
                 token for token in range(END + 1) if matcher.native.accept(token) and not matcher.native.rollback(1)
             ]
             assert np.flatnonzero(row).tolist() == allowed
+
+
+FREE = {
+    "strings": {
+        "type": "object",
+        "properties": {
+            "why": {"type": "string", "maxLength": 6},
+            "n": {"type": "integer", "maximum": 99, "minimum": 0},
+        },
+        "required": ["why", "n"],
+        "additionalProperties": False,
+    },
+    "patterns": {
+        "type": "object",
+        "properties": {"a": {"pattern": "^[ab\u00e9]+$", "maxLength": 5}},
+        "required": ["a"],
+    },
+    "lists": {"type": "array", "items": {"anyOf": [{"type": "array", "maxItems": 2}, {"enum": ["x", "yz"]}]}},
+}
+
+
+@pytest.mark.parametrize("schema", FREE.values(), ids=FREE)
+def test_rows_at_one_place_in_free_text_share_a_mask_that_is_their_own(schema: object) -> None:
+    draw = random.Random(0)
+    grammars = Grammars(
+        byte_tokenizer(), vocab_size=VOCAB_SIZE, end_token_ids=frozenset({END}), timeout_s=20, num_threads=1
+    )
+    constraint = load_constraint(ConstraintKind.JSON_SCHEMA, json.dumps(schema))
+    start_matcher(grammars, constraint)
+    num_filled, num_asked = 0, 0
+
+    def count(matchers: list[Matcher], filled: torch.Tensor) -> None:
+        nonlocal num_filled
+        num_filled += len(matchers)
+        grammars._fill_native(matchers, filled)
+
+    grammars._masks._fill_native = count
+    for _ in range(12):
+        rows = [start_matcher(grammars, constraint) for _ in range(6)]
+        for _ in range(14):
+            rows = [row for row in rows if not row.is_terminated]
+            if not rows:
+                break
+            num_asked += len(rows)
+            masks = grammars.fill(rows)
+            assert masks is not None
+            alone = torch.empty((len(rows), -(-(END + 1) // 32)), dtype=torch.int32)
+            grammars._fill_native([row.native for row in rows], alone)
+            wanted, got = (
+                np.unpackbits(each.numpy().view(np.uint8), axis=1, bitorder="little")[:, : END + 1]
+                for each in (alone, masks)
+            )
+            assert (wanted == got).all()
+            for row, allowed in zip(rows, got, strict=True):
+                assert row.accept(draw.choice(np.flatnonzero(allowed).tolist()))
+                if draw.random() < 0.1 and not row.is_terminated:
+                    row.rollback(1)
+    assert num_filled < num_asked / 3, "most rows find the mask of a row that was there before"

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import SplitResult, quote, urlsplit, urlunsplit
+from urllib.parse import SplitResult, quote, urlsplit
 
 import click
 import msgspec
@@ -65,7 +65,8 @@ def broker_url(settings: Settings) -> str:
         query = "&".join([*filter(None, [query]), f"ssl_ca_certs={quote(str(settings.broker_ca_file.absolute()))}"])
     if parts.scheme == "rediss" and "ssl_cert_reqs" not in query:  # kombu checks no certificate without being told
         query = "&".join([*filter(None, [query]), "ssl_cert_reqs=required"])
-    return urlunsplit(parts._replace(netloc=netloc, query=query))
+    url = f"{parts.scheme}://{netloc}{parts.path}"  # urlunsplit would drop the slashes before a socket's path
+    return f"{url}?{query}" if query else url
 
 
 def ensure_broker(settings: Settings) -> str:

@@ -153,10 +153,10 @@ class Job:
     @classmethod
     def open(cls, store: Store, job_id: str) -> Self:
         """Open an existing job. Raises JobNotFound, JobError if its files cannot be used."""
-        directory = store.within(job_id)
         try:
             if not JOB_NAME.fullmatch(job_id):
                 raise NotFound(job_id)
+            directory = store.within(job_id)
             data = directory.read(JOB_FILE)
         except NotFound as error:
             raise JobNotFound(f"no job {job_id!r} under {store.locate('')}") from error

@@ -136,6 +136,13 @@ def test_a_foreign_socket_directory_is_refused(
         ensure_broker(settings)
 
 
+@pytest.mark.parametrize(
+    "url", ["redis://host/3", "redis+socket:///run/redis.sock", "redis+socket:///run/redis.sock?virtual_host=2"]
+)
+def test_a_configured_url_stays_as_it_is(url: str) -> None:
+    assert broker_url(Settings(broker_url=url)) == url
+
+
 def test_a_configured_broker_is_used_as_it_is_and_never_stopped() -> None:
     settings = Settings(broker_url="redis://:secret@example.org:6379/3")
     assert ensure_broker(settings) == broker_url(settings) == settings.broker_url

@@ -77,7 +77,7 @@ test: $(VENV)/.dev
 	$(call stage,ruff format,30,$(BIN)/ruff format --check .)
 	$(call stage,import-linter,60,$(BIN)/lint-imports)
 	$(call stage,mypy,180,$(BIN)/mypy)
-	$(call stage,pytest,1200,$(BIN)/python -m pytest --durations=10)
+	$(call stage,pytest,860,$(BIN)/python -m pytest --durations=10)
 
 faults: $(VENV)/.dev
 	$(BIN)/python -m tests.faults.long

@@ -73,11 +73,11 @@ demo-clean:
 	rm -rf $(DEMO_STATE)
 
 test: $(VENV)/.dev
-	$(call stage,ruff check,60,$(BIN)/ruff check .)
-	$(call stage,ruff format,30,$(BIN)/ruff format --check .)
-	$(call stage,import-linter,60,$(BIN)/lint-imports)
-	$(call stage,mypy,180,$(BIN)/mypy)
-	$(call stage,pytest,860,$(BIN)/python -m pytest --durations=10)
+	$(call stage,ruff check,40,$(BIN)/ruff check .)
+	$(call stage,ruff format,20,$(BIN)/ruff format --check .)
+	$(call stage,import-linter,40,$(BIN)/lint-imports)
+	$(call stage,mypy,150,$(BIN)/mypy)
+	$(call stage,pytest,950,$(BIN)/python -m pytest --durations=10)
 
 faults: $(VENV)/.dev
 	$(BIN)/python -m tests.faults.long

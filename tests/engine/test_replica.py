@@ -155,6 +155,7 @@ class RecordingRunner:
     """Keeps what it is told to run."""
 
     device = torch.device("cpu")
+    step_sizes = ()
 
     def __init__(self) -> None:
         self.steps: list[tuple[Any, StepSize]] = []

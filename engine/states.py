@@ -8,11 +8,9 @@ language. Knows no grammar engine; of a mask, where it is kept.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from engine.types import Ids, Matcher
-
-M = TypeVar("M", bound=Matcher)
 
 MAX_STATES = 2**14
 """Of one grammar."""
@@ -95,8 +93,12 @@ class SharedStates:
         """The place after these tokens; None if it is not known."""
         place = self.places.first() if self.places else None
         for token in tokens:
-            place = self.places.after(place, token) if self.places and place is not None else None
+            place = self.after(place, token)
         return place
+
+    def after(self, place: Hashable, token: int) -> Hashable:
+        """The place after one more token; None if either is not known."""
+        return self.places.after(place, token) if self.places and place is not None else None
 
     def spot(self, place: Hashable) -> Spot | None:
         """What rows at a place share, one more of them being there; None where nothing more is kept."""
@@ -122,7 +124,11 @@ class SharedMatcher:
 
     def spot(self) -> Spot | None:
         """Where this row may share a mask."""
-        return self.state or self._states.spot(self._passed[-1] if self._passed else None)
+        return self.state or self._states.spot(self._last_place)
+
+    @property
+    def _last_place(self) -> Hashable:
+        return self._passed[-1] if self._passed else None
 
     @property
     def native(self) -> Matcher:
@@ -156,7 +162,7 @@ class SharedMatcher:
         if not native.accept(token_id):
             return False
         if state is None:
-            self._pass(self._passed[-1] if self._passed else None, token_id)
+            self._pass(self._last_place, token_id)
             return True
         self.state = self._states.add(state, token_id, native.is_terminated) if is_kept else None
         self._native_at = self.state
@@ -167,9 +173,7 @@ class SharedMatcher:
         return True
 
     def _pass(self, place: Hashable, token_id: int) -> None:
-        places = self._states.places
-        is_followed = places is not None and place is not None and not self.native.is_terminated
-        self._passed.append(places.after(place, token_id) if places and is_followed else None)
+        self._passed.append(None if self.native.is_terminated else self._states.after(place, token_id))
 
     def rollback(self, num_tokens: int) -> None:
         """See Matcher.rollback."""

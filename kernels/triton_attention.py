@@ -104,6 +104,23 @@ def _attend_decode(
         )  # fmt: skip
 
 
+@triton.jit
+def find_sequence(tile, query_starts, first_seq, num_seqs, TILE_TOKENS: tl.constexpr):
+    """The sequence of a tile and its first token: the tiles of sequence s start at query_starts[s] // TILE_TOKENS + s,
+    counted from ``first_seq``."""
+    base = tl.load(query_starts + first_seq)
+    low, high = first_seq, num_seqs - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        start_tile = (tl.load(query_starts + middle) - base) // TILE_TOKENS + middle - first_seq
+        if start_tile <= tile:
+            low = middle
+        else:
+            high = middle - 1
+    first_tile = (tl.load(query_starts + low) - base) // TILE_TOKENS + low - first_seq
+    return low, (tile - first_tile) * TILE_TOKENS
+
+
 @triton.jit(do_not_specialize=["table_stride", "first_seq", "num_seqs"])  # they change from step to step
 def _paged_attention(
     q, cache, out, partial, weight, block_table, seq_lens, query_starts, shared, scale_log2, table_stride, value_offset,
@@ -120,21 +137,9 @@ def _paged_attention(
     decode rows share are left to _shared_attention.
     """
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if IS_DECODE:
-        seq = tile
-        first_token = 0
-    else:  # the tiles of sequence s start at tile query_starts[s] // TILE_TOKENS + s, counted from first_seq
-        base = tl.load(query_starts + first_seq)
-        low, high = first_seq, num_seqs - 1
-        while low < high:
-            middle = (low + high + 1) // 2
-            start_tile = (tl.load(query_starts + middle) - base) // TILE_TOKENS + middle - first_seq
-            if start_tile <= tile:
-                low = middle
-            else:
-                high = middle - 1
-        seq = low
-        first_token = (tile - ((tl.load(query_starts + seq) - base) // TILE_TOKENS + seq - first_seq)) * TILE_TOKENS
+    seq, first_token = tile, 0
+    if not IS_DECODE:
+        seq, first_token = find_sequence(tile, query_starts, first_seq, num_seqs, TILE_TOKENS)
     row_start = tl.load(query_starts + seq)
     query_len = tl.load(query_starts + seq + 1) - row_start
     is_other = (query_len != 1) if IS_DECODE else (first_token >= query_len) | (query_len == SKIPPED_LEN)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kernels.api import AttentionBatch
 from kernels.reference_mla import UpProjection
+from kernels.triton_attention import find_sequence
 
 LOG2_E = 1.4426950408889634
 
@@ -231,22 +232,6 @@ def _write_latent(
     tl.store(target, tl.where(is_latent, values, rotated), mask=is_latent | is_rope)
 
 
-@triton.jit
-def _find_sequence(tile, query_starts, first_seq, num_seqs, TILE_TOKENS: tl.constexpr):
-    """The sequence of a tile and its first token: sequence s has its tiles from query_starts[s] // TILE_TOKENS + s."""
-    base = tl.load(query_starts + first_seq)
-    low, high = first_seq, num_seqs - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        start_tile = (tl.load(query_starts + middle) - base) // TILE_TOKENS + middle - first_seq
-        if start_tile <= tile:
-            low = middle
-        else:
-            high = middle - 1
-    first_tile = (tl.load(query_starts + low) - base) // TILE_TOKENS + low - first_seq
-    return low, (tile - first_tile) * TILE_TOKENS
-
-
 @triton.jit(do_not_specialize=["table_stride", "first_seq", "num_seqs", "splits"])
 def _absorbed_attention(
     q, q_rope, cache, out, partial, weight, block_table, seq_lens, query_starts, scale_log2,
@@ -263,7 +248,7 @@ def _absorbed_attention(
     tile, head_tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     seq, first_token = tile, 0
     if not IS_DECODE:
-        seq, first_token = _find_sequence(tile, query_starts, first_seq, num_seqs, TILE_TOKENS)
+        seq, first_token = find_sequence(tile, query_starts, first_seq, num_seqs, TILE_TOKENS)
     row_start = tl.load(query_starts + seq)
     query_len = tl.load(query_starts + seq + 1) - row_start
     seq_len = tl.load(seq_lens + seq)
@@ -366,7 +351,7 @@ def _expanded_attention(
     ``latents`` [U * B, R + P] gives the rotated keys, ``expanded`` [U * B, H * (D + Dv)] the head's keys and values.
     """
     tile, head = tl.program_id(0), tl.program_id(1)
-    seq, first_token = _find_sequence(tile, query_starts, first_seq, num_seqs, TILE_TOKENS)
+    seq, first_token = find_sequence(tile, query_starts, first_seq, num_seqs, TILE_TOKENS)
     row_start = tl.load(query_starts + seq)
     query_len = tl.load(query_starts + seq + 1) - row_start
     if first_token >= query_len:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.api import AttentionBatch, ExpertRows, Gate, HeadNorms, SamplingBatch, Scoring
+from kernels.api import AttentionBatch, ExpertRows, Gate, SamplingBatch, Scoring
 from kernels.reference import PackedWeight, ReferenceKernels
 from kernels.reference_mla import UpProjection, absorb, project_values
 from kernels.reference_moe import pick, score
@@ -69,13 +69,11 @@ class InvariantKernels(ReferenceKernels):
         """See Kernels.linear."""
         return by_tiles(lambda tile: super(InvariantKernels, self).linear(tile, packed), x)
 
-    def rotary(
-        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """See Kernels.rotary; in operations that round each value once."""
-        if norms:
-            q, k = self.rms_norm(q, norms.q, norms.eps), self.rms_norm(k, norms.k, norms.eps)
-        return _rotate(q, cos, sin), _rotate(k, cos, sin)
+    @staticmethod
+    def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """In operations that round each value once."""
+        first, second = x.chunk(2, dim=-1)
+        return x * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """See Kernels.silu_mul."""
@@ -218,11 +216,6 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, tiles: Tiles, *, scale: flo
 def _gather(side: Tensor, slots: Tensor) -> Tensor:
     """Copy keys or values [slots, G, D] at ``slots`` [T, KEY_SPLIT]: fp32 [T * G, KEY_SPLIT, D]."""
     return side[slots].float().transpose(1, 2).flatten(0, 1)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return x * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
 
 
 def _row_of(batch: SamplingBatch, row: int) -> SamplingBatch:

@@ -141,7 +141,16 @@ class ReferenceKernels:
         """See Kernels.rotary."""
         if norms:
             q, k = self.rms_norm(q, norms.q, norms.eps), self.rms_norm(k, norms.k, norms.eps)
-        return _rotate(q, cos, sin), _rotate(k, cos, sin)
+        return self._rotate(q, cos, sin), self._rotate(k, cos, sin)
+
+    @staticmethod
+    def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        cos, sin = cos[:, None], sin[:, None]
+        half = x.shape[-1] // 2
+        rotated = x * cos
+        rotated[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
+        rotated[..., half:].addcmul_(x[..., :half], sin[..., half:])
+        return rotated
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """See Kernels.silu_mul."""
@@ -408,15 +417,6 @@ def _attend_prefill(q: Tensor, cache: Tensor, part: PrefillPart, scale: float, o
         scale=scale,
     )
     out[part.rows] = result[0].transpose(0, 1)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    cos, sin = cos[:, None], sin[:, None]
-    half = x.shape[-1] // 2
-    rotated = x * cos
-    rotated[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
-    rotated[..., half:].addcmul_(x[..., :half], sin[..., half:])
-    return rotated
 
 
 def _forbidden_tokens(bitmask: Tensor, vocab_size: int, device: torch.device) -> Tensor:

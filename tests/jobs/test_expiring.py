@@ -1,31 +1,11 @@
 """Names held for a while: one holder at a time, and none for ever, whatever the clock does."""
 
-from collections.abc import Iterator
-
-import pytest
 import redis
 
-from jobs.broker import ensure_broker, stop_broker
 from jobs.expiring import are_held, drop, take
-from jobs.queue import connect
-from schemas.settings import Settings
 from tests.clock import step_clock
 
 LIFE_MS = 60_000
-
-
-@pytest.fixture(scope="module")
-def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    settings = Settings(state_dir=tmp_path_factory.mktemp("broker"))
-    yield ensure_broker(settings)
-    stop_broker(settings)
-
-
-@pytest.fixture
-def client(broker: str) -> Iterator[redis.Redis]:
-    with connect(broker) as client:
-        client.flushall()
-        yield client
 
 
 def test_a_name_has_one_holder_until_it_is_dropped(client: redis.Redis) -> None:

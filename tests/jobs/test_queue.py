@@ -8,7 +8,6 @@ import psutil
 import pytest
 import redis
 
-from jobs.broker import ensure_broker, stop_broker
 from jobs.expiring import take
 from jobs.queue import (
     PAGE,
@@ -50,20 +49,6 @@ class FakeJob:
 
     def is_committed(self, index: int) -> bool:
         return index in self.done
-
-
-@pytest.fixture(scope="module")
-def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    settings = Settings(state_dir=tmp_path_factory.mktemp("broker"))
-    yield ensure_broker(settings)
-    stop_broker(settings)
-
-
-@pytest.fixture
-def client(broker: str) -> Iterator[redis.Redis]:
-    with connect(broker) as client:
-        client.flushall()
-        yield client
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """The ranks of an engine and what they say to each other: the only file that knows how many there are.
 
 A group of one rank does nothing, so that a single rank runs the same code. Tensors travel by gloo on CPUs and NCCL on
-GPUs, control by gloo; all ranks are on one host. Knows no models and no steps.
+GPUs, control by gloo; all ranks are on one host. Knows no layers and no steps.
 """
 
 from __future__ import annotations
@@ -9,16 +9,21 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, distributed
 
+from engine.expert_slots import count_slots
 from engine.topology import Topology
-from kernels.api import Exchange
-from kernels.exchange import CollectiveExchange, LocalExchange, all_gather
+from kernels.api import Choice, Exchange
+from kernels.exchange import ExchangeShape, LocalExchange, all_gather, open_exchange
+
+if TYPE_CHECKING:
+    from engine.models.spec import ModelSpec
 
 ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
@@ -111,9 +116,10 @@ class Group:
             for work in distributed.batch_isend_irecv(each):
                 work.wait()
 
-    def exchange(self, num_experts: int) -> Exchange:
-        """The exchange of rows between ranks that hold ``num_experts`` experts each."""
-        return CollectiveExchange(self._group, num_experts) if self._group else LocalExchange()
+    def exchange(self, shape: ExchangeShape, device: torch.device, wanted: str) -> tuple[Exchange, Choice]:
+        """The exchange of rows between ranks that share experts, see kernels.exchange.open_exchange."""
+        assert self._group, "a rank alone has all experts"
+        return open_exchange(self._group, shape, device, wanted)
 
 
 MAX_SIZES = 31
@@ -130,12 +136,28 @@ class Ranks:
     tensor: Group = field(default_factory=Group)
     context: Group = field(default_factory=Group)
     experts: Group = field(default_factory=Group)
+    exchange: Exchange = field(default_factory=LocalExchange)  # of rows in ``experts``
     lockstep: Group = field(default_factory=Group)  # of leaders
 
     @property
     def is_leader(self) -> bool:
         """Whether this rank has the replica's traffic."""
         return self.replica.index == 0
+
+
+def share_experts(
+    ranks: Ranks, spec: ModelSpec, dtype: torch.dtype, device: torch.device, wanted: str
+) -> tuple[Ranks, Choice]:
+    """Open the exchange of rows of ranks that share experts; all of them call it.
+
+    Raises SettingsError if the model cannot be divided so, BackendError if the exchange ``wanted`` cannot be had.
+    """
+    ranks.topology.check_model(spec)
+    assert spec.experts is not None, "the topology was checked"
+    num_slots = count_slots(spec.experts.num_experts, ranks.experts.size, ranks.topology.expert_copies)
+    shape = ExchangeShape(spec.hidden_size, dtype, spec.experts.gate.num_selected, num_slots)
+    exchange, choice = ranks.experts.exchange(shape, device, wanted)
+    return replace(ranks, exchange=exchange), choice
 
 
 def connect(topology: Topology, rank: int, rendezvous: str, device: torch.device) -> Ranks:
@@ -159,7 +181,8 @@ def connect(topology: Topology, rank: int, rendezvous: str, device: torch.device
         world_size=topology.num_ranks,
         timeout=TIMEOUT,
     )
-    return Ranks(topology, rank, **{name: _join(groups, rank) for name, groups in shared.items()})
+    joined: dict[str, Any] = {name: _join(groups, rank) for name, groups in shared.items()}
+    return Ranks(topology, rank, **joined)
 
 
 def _join(groups: Sequence[tuple[int, ...]], rank: int) -> Group:

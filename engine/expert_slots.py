@@ -13,9 +13,14 @@ from torch import Tensor
 from engine.eplb import Array, place_experts
 
 
+def count_slots(num_experts: int, num_ranks: int, num_extra_slots: int) -> int:
+    """Slots of each rank."""
+    return math.ceil(num_experts / num_ranks) + num_extra_slots
+
+
 def first_placement(num_experts: int, num_ranks: int, num_extra_slots: int) -> Array:
     """Experts by slot before anything was counted: int64 [R, S]; in order if they divide evenly."""
-    slots_per_rank = math.ceil(num_experts / num_ranks) + num_extra_slots
+    slots_per_rank = count_slots(num_experts, num_ranks, num_extra_slots)
     if slots_per_rank * num_ranks == num_experts:
         return np.arange(num_experts).reshape(num_ranks, slots_per_rank)
     return place_experts(np.ones((1, num_experts)), num_ranks, slots_per_rank)

@@ -18,7 +18,7 @@ import torch
 
 from engine.cache import BlockPool
 from engine.device import gpu_uuids, resolve_sizes, select_device
-from engine.dist import Ranks, connect
+from engine.dist import Ranks, connect, share_experts
 from engine.forced import CONTEXT_TOKENS, ForcedText
 from engine.grammar import Grammars
 from engine.labels import Labels, launch_branches
@@ -31,7 +31,7 @@ from engine.stats import EngineStats
 from engine.text import Text
 from engine.topology import Topology
 from engine.types import Ids, Sequence, SequenceStatus
-from engine.weights import load_model
+from engine.weights import load_model, read_spec
 from kernels.api import Choice, Kernels
 from kernels.select import BackendError, select_kernels
 from schemas.errors import ConstraintError, EngineError, KernelError, PromptError, SettingsError
@@ -82,19 +82,23 @@ def load_parts(model: ModelRef, settings: EngineSettings, rank: int = 0, rendezv
             f"engine.rebalance_interval {topology.rebalance_interval}: experts that move are summed in another order, "
             "so leave it at 0 for deterministic jobs"
         )
+    dtype = getattr(torch, model.dtype)
+    ranks = connect(topology, rank, rendezvous, device)
     try:
         kernels, choices = select_kernels(
             device,
-            getattr(torch, model.dtype),
+            dtype,
             settings.kernels,
             is_fp8=model.quantization == "fp8",
             is_invariant=model.deterministic,
         )
+        if ranks.experts.size > 1:
+            ranks, exchange = share_experts(ranks, read_spec(files), dtype, device, settings.exchange)
+            choices = (*choices, exchange)
     except BackendError as error:
         raise KernelError(str(error)) from error
     for choice in choices:
         log.info("kernel_chosen", operation=choice.operation, backend=choice.backend, reason=choice.reason)
-    ranks = connect(topology, rank, rendezvous, device)
     return Parts(load_model(files, model, kernels, device, ranks), Text(files), kernels, choices, device, ranks)
 
 

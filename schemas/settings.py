@@ -38,6 +38,7 @@ class EngineSettings(Section):
     expert_parallel: int = Field(default=1, ge=1)  # ranks that share a layer's experts
     expert_copies: int = Field(default=0, ge=0)  # experts that each rank holds beyond its share: copies of busy ones
     rebalance_interval: int = Field(default=0, ge=0)  # steps after which a layer's experts are placed anew; 0: never
+    exchange: str = "auto"  # of rows between such ranks: collective, deep_ep, or auto: the faster one, as measured
     tensor_parallel: int = Field(default=1, ge=1)  # ranks that share each weight matrix
     context_parallel: int = Field(default=1, ge=1)  # ranks that share the rows of a prefill
     block_size: int = Field(default=0, ge=0)  # tokens per KV block; 0: 16, or 64 for latent attention on a GPU

@@ -44,7 +44,7 @@ class SparseMlp:
         )
         placement = first_placement(experts.num_experts, ranks.experts.size, ranks.topology.expert_copies)
         self._slots = ExpertSlots(placement, router.device, can_move=balance is not None)
-        self._exchange = ranks.experts.exchange(placement.shape[1])
+        self._exchange = ranks.exchange
         held = placement[ranks.experts.index].tolist()
         for expert in set(range(experts.num_experts)) - set(held):
             source.leave(f"{prefix}experts.{expert}.")

@@ -83,6 +83,7 @@ class Rate:
     spread: float
     devices_per_worker: float = 1.0
     start_s: float = 0.0  # of a worker that has to be started
+    fixed_s: float = 0.0  # of a job, however many rows: the first batch, the last one, the output files
     bytes_per_row: float | None = None  # of the output files
     num_answered: int = 0  # rows that are in the ledger since, for they were asked to measure
 
@@ -131,12 +132,12 @@ def forecast(
     prompt_tokens = float(np.mean(sample.prompt_tokens)) if sample.prompt_tokens else 0.0
     num_tokens = num_asked * (prompt_tokens * (1 - rate.cached_share) + rate.output_tokens)
     busy_s = num_tokens / rate.tokens_per_s / max(1, num_workers)
-    start_s = 0.0 if num_workers or not num_asked else rate.start_s
+    fixed_s = rate.fixed_s + (0.0 if num_workers else rate.start_s) if num_asked else 0.0
     return replace(
         plain,
-        eta_s=start_s + busy_s,
-        low_s=start_s + busy_s / (1 + rate.spread),
-        high_s=start_s + busy_s * (1 + rate.spread),
+        eta_s=fixed_s + busy_s,
+        low_s=(fixed_s + busy_s) / (1 + rate.spread),
+        high_s=(fixed_s + busy_s) * (1 + rate.spread),
         device_hours=busy_s * max(1, num_workers) * rate.devices_per_worker / 3600,
     )
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from jobs.pace import Pace
 from schemas.records import Record, RowResult
 
 
@@ -42,6 +43,7 @@ class Provenance(Record):
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
+    pace: Pace | None = None  # when the engine answered; None if nothing was asked
 
     @property
     def num_devices(self) -> int:

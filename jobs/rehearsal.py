@@ -4,7 +4,7 @@ The sample is a small job of its own on the job's own queue, so what is measured
 """
 
 import io
-import statistics
+import time
 import uuid
 
 import msgspec
@@ -13,10 +13,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from jobs import api
-from jobs.forecast import Questions, Rate, choose_pieces, computed_tokens
+from jobs.forecast import Questions, Rate, choose_pieces
 from jobs.job import Job
+from jobs.pace import steady_rate
 from jobs.prompts import Prompt
-from jobs.provenance import Provenance, measure_throughput
+from jobs.provenance import measure_throughput
 from jobs.source import scan_inputs
 from jobs.store import open_store
 from jobs.wait import Reporter
@@ -25,7 +26,6 @@ from schemas.records import JobState
 from schemas.settings import Settings
 
 SAMPLES, SAMPLE_FILE = "_samples", "rows.parquet"  # directories in the jobs root, each with one file
-NUM_CHUNKS = 8
 NUM_READ_PER_ROW = 4  # rows that are looked at for each one that is run
 BASE_SPREAD = 0.15
 """By how much equal runs on one machine differ: ``ops.bench forecast``."""
@@ -45,13 +45,13 @@ def rehearse(prepared: api.Prepared, settings: Settings, num_rows: int, reporter
         spec = msgspec.structs.replace(
             prepared.spec, name="sample", inputs=inputs.files, limit=None, refresh=True, slot=None
         )
-        chunk_rows = max(1, inputs.files[0].num_rows // NUM_CHUNKS)
-        job = api.submit(api.prepare_spec(spec, inputs, settings, chunk_rows=chunk_rows), settings)
+        job = api.submit(api.prepare_spec(spec, inputs, settings), settings)
+        submitted_s = time.time()
         state = api.wait(job, settings, reporter)
         if state not in (JobState.DONE, JobState.DONE_WITH_ERRORS):
             failure = job.failure()
             raise JobError(f"the sample {state}: {failure.cause if failure else 'no row got a label'}")
-        return _measure(job)
+        return _measure(job, submitted_s, time.time())
     finally:
         if job is not None:
             job.cancel()
@@ -82,31 +82,27 @@ def _sample_file(prepared: api.Prepared, settings: Settings, num_rows: int) -> b
     return sink.getvalue()
 
 
-def _measure(job: Job) -> Rate:
-    """The rate between the first chunk's end and the last but one's: meanwhile the batch was as full as it will be."""
-    chunks = sorted(job.provenances(), key=lambda chunk: chunk.finished_s)
-    whole, success = measure_throughput(chunks), job.success()
-    if whole is None or success is None or not whole.num_asked:
+def _measure(job: Job, submitted_s: float, ended_s: float) -> Rate:
+    """What a row takes while the batch is full; whatever else the run took, a job of any size will take once."""
+    chunks, success = job.provenances(), job.success()
+    whole, paces = measure_throughput(chunks), [chunk.pace for chunk in chunks if chunk.pace]
+    steady = steady_rate(paces)
+    if whole is None or success is None or steady is None or not whole.num_asked:
         raise JobError("no row of the sample was asked")
-    steady = chunks[1:-1] if len(chunks) >= NUM_CHUNKS else chunks
-    tokens = [_computed(chunk) for chunk in steady]
-    start_s = chunks[0].finished_s if steady is not chunks else min(chunk.started_s for chunk in chunks)
-    seconds = steady[-1].finished_s - start_s
-    sampling = statistics.stdev(tokens) / statistics.mean(tokens) / len(tokens) ** 0.5 if len(tokens) > 1 else 1.0
+    tries = sum(pace.marks[-1].num_done for pace in paces) / whole.num_asked
+    output_tokens = sum(pace.marks[-1].num_output_tokens for pace in paces) / whole.num_asked
+    computed_tokens = tries * steady.prompt_tokens
+    started_s, row_s = min(chunk.started_s for chunk in chunks), (computed_tokens + output_tokens) / steady.tokens_per_s
     return Rate(
-        source=f"a run of {whole.num_asked} rows",
+        source=f"a run of {whole.num_asked} rows" + ("" if steady.is_steady else ", too few to fill its batch"),
         hardware=whole.hardware,
-        tokens_per_s=sum(tokens) / seconds / whole.num_workers,
-        output_tokens=whole.num_output_tokens / whole.num_asked,
-        cached_share=whole.num_cached_tokens / max(1, whole.num_prompt_tokens),
-        spread=BASE_SPREAD + 2 * sampling,
+        tokens_per_s=steady.tokens_per_s / whole.num_workers,
+        output_tokens=output_tokens,
+        cached_share=1 - computed_tokens * whole.num_asked / max(1, whole.num_prompt_tokens),
+        spread=BASE_SPREAD + 2 * steady.error,
         devices_per_worker=whole.num_devices / whole.num_workers,
-        start_s=whole.start_s,
+        start_s=max(whole.start_s, started_s - submitted_s),
+        fixed_s=max(0.0, ended_s - started_s - row_s * whole.num_asked),
         bytes_per_row=sum(file.size_bytes for file in success.outputs) / success.num_rows,
         num_answered=whole.num_asked,
     )
-
-
-def _computed(chunk: Provenance) -> int:
-    found = measure_throughput([chunk])
-    return 0 if found is None else computed_tokens(found)

@@ -17,6 +17,7 @@ from typing import Any
 import structlog
 
 from engine.client import EngineClient
+from jobs.pace import Pace
 from jobs.provenance import Provenance, Sample, count_work
 from schemas.records import RowResult
 from schemas.settings import EngineSettings
@@ -53,7 +54,7 @@ class Machine(threading.Thread):
         """End soon."""
         self._stopped.set()
 
-    def describe_run(self, started_s: float, rows: Iterable[RowResult]) -> Provenance:
+    def describe_run(self, started_s: float, rows: Iterable[RowResult], pace: Pace | None) -> Provenance:
         """How the rows of a chunk that was begun at ``started_s`` and ends now were computed."""
         now_s, hello = time.time(), self._client.hello
         return Provenance(
@@ -67,6 +68,7 @@ class Machine(threading.Thread):
             settings=self._settings,
             samples=thin([s for s in self._samples.copy() if started_s <= s.at_s <= now_s], MAX_CHUNK_SAMPLES),
             start_s=self._start_s,
+            pace=pace,
             **count_work(rows),
         )
 

@@ -22,6 +22,7 @@ from celery.worker import state
 from jobs.finish import finish_or_fail
 from jobs.job import Job, write_failure
 from jobs.ledger import keep_answers
+from jobs.pace import PaceMeter
 from jobs.queue import TASK_NAME
 from jobs.report import ensure_report
 from jobs.results import run_rows
@@ -140,6 +141,7 @@ class ChunkRun:
         self._job_stop = Throttled(FLAG_INTERVAL_S, job.is_stopped)
         self._next_progress_s = 0.0
         self._has_submitted = False
+        self._pace = PaceMeter()
         self._num_known: Counter[RowStatus] = Counter()
 
     def run(self) -> bool:
@@ -203,7 +205,7 @@ class ChunkRun:
         with closing(self._spill):
             rows, known = self._run_rows()
         self._app.on_hop("validated")
-        provenance = self._slot.pool.machine.describe_run(started_s, rows)
+        provenance = self._slot.pool.machine.describe_run(started_s, rows, self._pace.read())
         is_ours = self._commit(rows, known=known.table, provenance=provenance)
         seconds = round(time.time() - started_s, 3)
         if is_ours:
@@ -261,6 +263,7 @@ class ChunkRun:
 
     def _submit(self, request: Request, constraint: Constraint | None) -> Future[Completion]:
         future: Future[Completion] = self._slot.pool.client.submit(request, constraint)
+        future.add_done_callback(self._pace.note)
         if not self._has_submitted:
             self._has_submitted = True
             self._app.on_hop("submitted")

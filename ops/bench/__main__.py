@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from ops.bench.forecast import JOBS as FORECAST_JOBS
 from ops.bench.tickets import DEFAULT_DATA
 from ops.bench.workloads import DEFAULT_QUESTIONS, SHAPES, WORKLOADS
 from schemas.errors import NightmillError
@@ -131,6 +132,7 @@ def labelling(settings: tuple[str, ...], commit: str | None, **options: Any) -> 
 @click.option("--rows", "num_rows", default=320, show_default=True, type=click.IntRange(min=1), help="Rows of a job.")
 @click.option("--sample", "num_rehearsed", default=96, show_default=True, type=click.IntRange(min=1))
 @click.option("--model", default="smollm2", show_default=True)
+@click.option("--job", "jobs", type=click.Choice(FORECAST_JOBS), multiple=True, default=FORECAST_JOBS)
 def forecast(**options: Any) -> None:
     """How far the dry run's forecast is from the time that three jobs then take."""
     from ops.bench.forecast import ForecastBench, run_forecast_bench

@@ -25,16 +25,21 @@ from schemas.settings import Settings
 
 DEMO = Path(__file__).parents[1] / "demo"
 SCHEMA = Path(__file__).parents[2] / "schemas" / "route.json"
+JOBS = ("choice", "schema", "free")
 ROUTES = '["billing", "bug", "other", "account"]'
 
 
 @dataclass(frozen=True)
 class ForecastBench:
-    """``num_rows`` distinct rows a job, of which as many as ``num_rehearsed`` are run first."""
+    """``num_rows`` distinct rows a job, of which as many as ``num_rehearsed`` are run first.
+
+    Fewer jobs than ``JOBS`` are a trial, whose figures are written to a file of their own.
+    """
 
     num_rows: int = 320
     num_rehearsed: int = 96
     model: str = "smollm2"
+    jobs: tuple[str, ...] = JOBS
 
 
 def run_forecast_bench(bench: ForecastBench, settings: Settings) -> Iterator[str]:
@@ -45,7 +50,8 @@ def run_forecast_bench(bench: ForecastBench, settings: Settings) -> Iterator[str
         settings = settings.model_copy(update={"state_dir": state_dir, "jobs_root": str(state_dir / "jobs")})
         data = _write_rows(Path(directory), bench.num_rows)
         try:
-            for name, fields in _jobs().items():
+            for name in bench.jobs:
+                fields = _jobs()[name]
                 submission = api.Submission(inputs=(data,), name=name, model=bench.model, refresh=True, **fields)
                 run, found = _compare(name, api.prepare(submission, settings), bench, settings)
                 runs.append(run)
@@ -57,7 +63,8 @@ def run_forecast_bench(bench: ForecastBench, settings: Settings) -> Iterator[str
         finally:
             stop_broker(settings)
     config = asdict(bench) | {"engine": settings.engine.model_dump(mode="json")}
-    yield f"wrote {write_result('forecast', config, runs, forecasts=forecasts)}"
+    name = "forecast" if bench.jobs == JOBS else f"forecast-{'-'.join(bench.jobs)}"
+    yield f"wrote {write_result(name, config, runs, forecasts=forecasts)}"
 
 
 def _compare(name: str, prepared: api.Prepared, bench: ForecastBench, settings: Settings) -> tuple[Run, dict[str, Any]]:

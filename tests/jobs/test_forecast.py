@@ -22,7 +22,9 @@ from tests.jobs.verbs import Machine
 from tests.tiny_jobs import ScriptedEngine, run_chunk
 from tests.tiny_models import write_tiny_tokenizer
 
-RATE = Rate("a test", "cpu", tokens_per_s=100.0, output_tokens=4.0, cached_share=0.5, spread=0.25, start_s=3.0)
+RATE = Rate(
+    "a test", "cpu", tokens_per_s=100.0, output_tokens=4.0, cached_share=0.5, spread=0.25, start_s=3.0, fixed_s=2.0
+)
 CHOICE = load_constraint(ConstraintKind.CHOICE, '["yes", "no", "perhaps"]')
 
 
@@ -97,10 +99,10 @@ def test_time_follows_from_rows_tokens_rate_and_workers(machine: Machine) -> Non
     assert sample.prompt_tokens is not None
     tokens = 40 * (sum(sample.prompt_tokens) / len(sample.prompt_tokens) * 0.5 + 4.0)
     alone = forecast(plan, machine.settings, sample, num_workers=0, rate=RATE)
-    assert alone.eta_s == pytest.approx(3.0 + tokens / 100)
-    assert (alone.low_s, alone.high_s) == pytest.approx((3.0 + tokens / 125, 3.0 + tokens / 80))
+    assert alone.eta_s == pytest.approx(3.0 + 2.0 + tokens / 100)
+    assert (alone.low_s, alone.high_s) == pytest.approx((alone.eta_s / 1.25, alone.eta_s * 1.25))
     two = forecast(plan, machine.settings, sample, num_workers=2, rate=RATE)
-    assert two.eta_s == pytest.approx(tokens / 200)
+    assert two.eta_s == pytest.approx(2.0 + tokens / 200)
     assert two.device_hours == pytest.approx(tokens / 100 / 3600)
     facts = forecast_facts(two, JobsSettings(gpu_hour_price=1000.0))
     assert "2 workers on cpu (rate from a test)" in facts["time"]

@@ -119,7 +119,7 @@ class Closing:
     def __init__(self, closer: Closer) -> None:
         self._closer = closer
         self._position: Position | None = None
-        self._num_walked = 0  # output tokens
+        self._num_walked = 0  # tokens of the answer
         self._num_openers = 0
 
     def replace(self, sequence: Sequence, matcher: Matcher, token_ids: Ids) -> Ids | None:
@@ -146,13 +146,13 @@ class Closing:
 
     def _find(self, sequence: Sequence, matcher: Matcher, token_ids: Ids, num_left: int) -> Ids | None:
         position = self._position or Position(self._closer.walker.start())
-        before = self._walk(position, sequence.token_ids[sequence.num_prompt + self._num_walked :])
+        before = self._walk(position, sequence.token_ids[sequence.answer_start + self._num_walked :])
         after = self._walk(before, token_ids)
         if not self._fits(after, num_left):
             end = self._end(before)
             if end is not None and len(end) <= num_left + len(token_ids) and exchange(matcher, token_ids, end):
                 return end
-        self._position, self._num_walked = after, sequence.num_output + len(token_ids)
+        self._position, self._num_walked = after, sequence.num_answered + len(token_ids)
         return None
 
     def _walk(self, position: Position, token_ids: Seq[int]) -> Position:

@@ -13,7 +13,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeAlias
@@ -146,6 +146,15 @@ class Grammars:
         assert self._compilers is not None, "a compiled grammar has a compiler"
         constraint = self._constraints[key]
         return constraint, self._compilers.target_of(constraint).vocabulary.tokens
+
+    @cached_property
+    def pieces(self) -> Seq[bytes]:
+        """The vocabulary as the bytes of a text that shows special tokens by their names."""
+        info = xgrammar.TokenizerInfo.from_huggingface(self._tokenizer, vocab_size=self._num_tokens)
+        pieces = list(info.decoded_vocab)
+        for token_id, token in self._tokenizer.added_tokens_decoder.items():
+            pieces[token_id] = token.content.encode()
+        return pieces
 
     def poll(self) -> list[str]:
         """Start what is queued; return the keys whose compile ended, well or not, since the last call."""

@@ -171,14 +171,15 @@ class Labels:
 
         ``tokens`` are the vocabulary as bytes. With something to run, ``take`` returns the final completion.
         """
-        pieces = tuple(tokens[token_id] for token_id in completion.token_ids)
+        pieces = tuple(tokens[token_id] for token_id in completion.token_ids[sequence.num_thought :])
+        logprobs = sequence.logprobs[sequence.num_thought :]
         num_own = len(pieces) - sequence.num_steered  # labels behind them are not the model's
         located = [each for each in self._locate(constraint, completion.text, pieces) if each.end <= num_own]
         labels = tuple(
             Label(
                 path=choice.path,
                 text=choice.names[choice.index],
-                probability=math.exp(sum(sequence.logprobs[start:end])),
+                probability=math.exp(sum(logprobs[start:end])),
             )
             for choice, start, end, _, _ in located
         )
@@ -201,7 +202,7 @@ class Labels:
         if row.num_ranked == 0:
             return []
         choice, text = located.choice, row.completion.text
-        before = sequence.token_ids[: sequence.num_prompt + located.num_before]
+        before = sequence.token_ids[: sequence.answer_start + located.num_before]
         following = "".join(itertools.takewhile(FOLLOWING.__contains__, text[choice.end :]))[:MAX_FOLLOWING]
         is_last = choice.end == len(text)
         trie = self._trie(tuple(before[-CONTEXT_TOKENS:]), located.lead, choice.labels, following, is_last)

@@ -24,7 +24,17 @@ from engine.frames import Heartbeat, Hello
 from schemas.errors import ConstraintError, SettingsError
 from schemas.log import configure_logging
 from schemas.model_files import model_ref
-from schemas.records import Completion, Constraint, ConstraintKind, Message, Request, Sampling, row_seed, short_hash
+from schemas.records import (
+    THINKING_END,
+    Completion,
+    Constraint,
+    ConstraintKind,
+    Message,
+    Request,
+    Sampling,
+    row_seed,
+    short_hash,
+)
 from schemas.settings import EngineSettings
 
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
@@ -64,11 +74,14 @@ class SamplingParams:
     top_labels: int = 0
     seq_seed: int | None = None
     golden_token_ids: Sequence[int] | None = None
+    thinking_token_budget: int | None = None
+    thinking_end: str = THINKING_END
     so_args: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        if self.golden_token_ids is not None and (self.so_args or not self.golden_token_ids):
-            raise ValueError("golden_token_ids must be some tokens, without so_args")
+        is_free = self.so_args is None and self.thinking_token_budget is None
+        if self.golden_token_ids is not None and not (is_free and self.golden_token_ids):
+            raise ValueError("golden_token_ids must be some tokens, without so_args and thinking")
         self.sampling  # noqa: B018 - both raise for what is wrong
         self.constraint  # noqa: B018
 
@@ -87,6 +100,8 @@ class SamplingParams:
             "logprobs": self.logprobs,
             "top_labels": self.top_labels,
         }
+        if self.thinking_token_budget is not None:
+            fields["thinking"] = {"max_tokens": self.thinking_token_budget, "end": self.thinking_end}
         try:
             return msgspec.convert(fields, Sampling)
         except msgspec.ValidationError as error:

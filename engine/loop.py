@@ -29,6 +29,7 @@ from engine.sampler import Draw, Sampler
 from engine.scheduler import Scheduler
 from engine.stats import EngineStats
 from engine.text import Text
+from engine.thinking import Thoughts
 from engine.topology import Topology
 from engine.types import Ids, Sequence, SequenceStatus
 from engine.weights import load_model, read_spec
@@ -138,6 +139,7 @@ class Engine:
             device=parts.device,
             directory=settings.grammar_dir,
         )
+        self._thoughts = Thoughts(parts.text, lambda: self._grammars.pieces)
         self._sequences: dict[str, Sequence] = {}  # every request that has no completion yet, by id
         self._awaiting_grammar: defaultdict[str, list[Sequence]] = defaultdict(list)
         self._completions: list[Completion] = []
@@ -279,6 +281,9 @@ class Engine:
         """Read what a step drew and end what is done; a row that ended meanwhile is dropped."""
         drawn = launched.draw.read() if launched.draw else []
         for sequence, (token_id, logprob) in zip(launched.sequences, drawn, strict=True):
+            if sequence.num_void:
+                sequence.num_void -= 1
+                continue
             sequence.num_in_flight -= 1
             if sequence.branch or sequence.status is SequenceStatus.FINISHED:
                 continue
@@ -308,6 +313,9 @@ class Engine:
 
         Says if, and why, that is the end. What is forced will be computed with the next draw.
         """
+        if sequence.thought:
+            self.stats.num_output_tokens += self._thoughts.extend(sequence, drawn, logprob)
+            return None if sequence.thought else self._extend(sequence)
         forced = self._forced_after(sequence, drawn)
         if sequence.closing and sequence.matcher:
             end = sequence.closing.replace(sequence, sequence.matcher, (*drawn, *forced))
@@ -337,9 +345,7 @@ class Engine:
         sampling, token_id = sequence.request.sampling, sequence.token_ids[-1]
         if sequence.matcher and sequence.matcher.is_at_end():
             return FinishReason.STOP
-        if sequence.num_output == 0:
-            return None
-        if token_id in self._text.eos_token_ids and not sampling.ignore_eos:
+        if sequence.num_answered and token_id in self._text.eos_token_ids and not sampling.ignore_eos:
             return FinishReason.STOP
         if sampling.stop and find_stop(sequence.text, sampling.stop) is not None:
             return FinishReason.STOP
@@ -359,10 +365,12 @@ class Engine:
             if sequence.matcher is None:
                 self._awaiting_grammar[key].append(sequence)
                 return
-            sequence.closing = self._grammars.closing(key, sequence.max_tokens)
-            if reason := self._extend(sequence):
-                self._finish(sequence, reason)
-                return
+            num_left = sequence.max_tokens - sequence.request.sampling.thinking_budget
+            sequence.closing = self._grammars.closing(key, num_left)
+        self._thoughts.begin(sequence)
+        if reason := self._extend(sequence):
+            self._finish(sequence, reason)
+            return
         self._scheduler.add(sequence)
 
     def _finish(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
@@ -372,7 +380,9 @@ class Engine:
         completion = Completion(
             request_id=sequence.request.request_id,
             finish_reason=reason,
-            text=self._output_text(sequence),
+            text=self._answer(sequence),
+            reasoning=self._thoughts.reasoning(sequence),
+            num_reasoning_tokens=sequence.num_thought,
             token_ids=tuple(output_ids),
             logprobs=tuple(sequence.logprobs) if sampling.logprobs else None,
             error=error,
@@ -395,10 +405,11 @@ class Engine:
         self.stats.num_finished += 1
         self._completions.append(completion)
 
-    def _output_text(self, sequence: Sequence) -> str:
-        """The output as text, up to the first stop string."""
+    def _answer(self, sequence: Sequence) -> str:
+        """The answer as text, up to the first stop string; blanks between thinking and a free answer are of neither."""
         stop = find_stop(sequence.text, sequence.request.sampling.stop)
-        return self._text.decode(sequence.output_ids) if stop is None else sequence.text[:stop]
+        text = self._text.decode(sequence.token_ids[sequence.answer_start :]) if stop is None else sequence.text[:stop]
+        return text.lstrip() if sequence.num_thought and not sequence.matcher else text
 
     def _reject(self, request: Request, reason: FinishReason, error: str, num_prompt: int = 0) -> None:
         self.stats.num_finished += 1

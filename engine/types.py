@@ -13,6 +13,7 @@ from schemas.records import Request
 if TYPE_CHECKING:
     from engine.closing import Closing
     from engine.states import SharedMatcher
+    from engine.thinking import Thought
 
 
 class SequenceStatus(StrEnum):
@@ -77,6 +78,8 @@ class Sequence:
     max_tokens: int  # output tokens at most: the request's, clamped by the model's length
     matcher: SharedMatcher | None = None
     closing: Closing | None = None  # watches that the budget lasts to the grammar's end
+    thought: Thought | None = None  # what is written is free until this has ended; it keeps the two above until then
+    num_thought: int = 0  # output tokens before the answer
     num_steered: int = 0  # output tokens at the end that closed it
     branch: tuple[int, ...] = ()  # these tokens' probabilities are asked for, instead of a token
     detokenizer: Detokenizer | None = None
@@ -86,6 +89,7 @@ class Sequence:
     num_computed: int = 0
     num_in_flight: int = 0  # tokens drawn by launched steps whose values the host has not read yet
     draw_row: int = 0  # of the last of them, in its step's draw
+    num_void: int = 0  # draws of launched steps that do not count any more
     num_registered: int = 0
     num_cached: int = 0  # prompt tokens found in the prefix cache at the first admission
     num_preemptions: int = 0
@@ -115,6 +119,16 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt
 
     @property
+    def answer_start(self) -> int:
+        """The place of the answer's first token: behind the prompt and what was thought."""
+        return self.num_prompt + self.num_thought
+
+    @property
+    def num_answered(self) -> int:
+        """Tokens of the answer so far."""
+        return len(self.token_ids) - self.answer_start
+
+    @property
     def num_drawn(self) -> int:
         """Output tokens, those in flight included; also the index of the next one to be drawn."""
         return self.num_output + self.num_in_flight
@@ -136,6 +150,12 @@ class Sequence:
     def output_ids(self) -> array[int]:
         """The output tokens, end token included (a copy)."""
         return self.token_ids[self.num_prompt :]
+
+    def void_in_flight(self) -> None:
+        """Make nothing of the tokens in flight, and compute anew what follows the last token that is known."""
+        self.num_void += self.num_in_flight
+        self.num_in_flight = 0
+        self.num_computed = min(self.num_computed, len(self.token_ids))
 
     def note_drawn(self) -> None:
         """Stamp the time of the first token that was drawn; forced ones come for free."""

@@ -33,9 +33,18 @@ from jobs.store import Store, open_store
 from jobs.thresholds import Thresholds
 from jobs.wait import Reporter, Snapshot, Waiter
 from schemas.constraints import KeywordDecision, enforcement_plan
-from schemas.errors import AlreadyExists, BrokerError, ConstraintError, InputDataError, JobError, JobNotFound
+from schemas.errors import (
+    AlreadyExists,
+    BrokerError,
+    ConstraintError,
+    InputDataError,
+    JobError,
+    JobNotFound,
+    PromptError,
+)
 from schemas.model_files import chat_encoding, model_ref
 from schemas.records import (
+    ChatEncoding,
     Chunk,
     Constraint,
     ConstraintKind,
@@ -146,6 +155,7 @@ def prepare_spec(
 ) -> Prepared:
     """Check and plan a spec whose inputs were scanned; ``others`` are fields of Prepared that it does not decide."""
     check_output_columns(spec, inputs.schema)
+    _check_thinking(spec)
     if output is not None:
         check_output_is_free(spec, output, open_store(settings.jobs_root))
     builder = PromptBuilder(spec, inputs.schema)
@@ -303,6 +313,20 @@ def _make_spec(submission: Submission, inputs: Inputs) -> JobSpec:
     )
     name = submission.name or PurePosixPath(inputs.files[0].uri).stem
     return JobSpec(name=check_name(name, submission.name is None), inputs=inputs.files, model=model, **shared)
+
+
+def _check_thinking(spec: JobSpec) -> None:
+    """Refuse thinking that leaves no answer any room, or that a conversation says itself. Raises PromptError."""
+    num_tokens = spec.sampling.thinking_budget
+    if num_tokens >= spec.model.max_model_len:
+        raise PromptError(
+            f"thinking and its end may take {num_tokens} tokens of --max-model-len {spec.model.max_model_len}, which "
+            "leaves none for an answer: lower --thinking-tokens"
+        )
+    if num_tokens and spec.chat and spec.chat_encoding is not ChatEncoding.TEMPLATE:
+        raise PromptError(
+            f"conversations with {spec.model.name} say themselves whether the model thinks: leave out --thinking-tokens"
+        )
 
 
 def check_name(name: str, is_default: bool = False) -> str:

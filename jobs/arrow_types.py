@@ -40,6 +40,7 @@ META_TYPE = pa.struct(
         "prompt_tokens": pa.int32(),
         "cached_tokens": pa.int32(),
         "output_tokens": pa.int32(),
+        "reasoning_tokens": pa.int32(),
         "seconds": pa.float64(),
         "first_token_seconds": pa.float64(),
         "labels": LABELS_TYPE,
@@ -329,10 +330,11 @@ def _to_arrow(value: Any, kind: pa.DataType) -> Any:
 
 
 class OutputNames(NamedTuple):
-    """The names of the columns that a job adds, in order."""
+    """The names of the columns that a job adds, in order; ``reasoning`` only where its rows think first."""
 
     label: str
     raw: str
+    reasoning: str
     status: str
     error: str
     confidence: str
@@ -344,11 +346,24 @@ def output_names(output_column: str) -> OutputNames:
     return OutputNames(output_column, *(f"{output_column}_{name}" for name in OutputNames._fields[1:]))
 
 
+def result_types(spec: JobSpec) -> dict[str, pa.DataType]:
+    """Return the types of the columns that a job adds, in order, by their names in OutputNames."""
+    text_type = pa.string() if spec.num_completions == 1 else pa.list_(pa.string())
+    return {
+        "label": label_column(spec).type,
+        "raw": text_type,
+        **({"reasoning": text_type} if spec.sampling.thinking else {}),
+        "status": pa.string(),
+        "error": pa.string(),
+        "confidence": pa.float64(),
+        "meta": META_TYPE,
+    }
+
+
 def result_fields(spec: JobSpec) -> list[pa.Field]:
     """Return the columns a job adds to its input, in order."""
-    raw_type = pa.string() if spec.num_completions == 1 else pa.list_(pa.string())
-    types = (label_column(spec).type, raw_type, pa.string(), pa.string(), pa.float64(), META_TYPE)
-    return [pa.field(name, kind) for name, kind in zip(output_names(spec.output_column), types, strict=True)]
+    names = output_names(spec.output_column)
+    return [pa.field(getattr(names, name), kind) for name, kind in result_types(spec).items()]
 
 
 def row_column(output_column: str) -> str:
@@ -369,18 +384,19 @@ def part_schema(spec: JobSpec) -> pa.Schema:
 
 def results_table(spec: JobSpec, chunk_index: int, rows: Sequence[RowResult], version: str) -> pa.Table:
     """Lay out results as a part file has them."""
-    fields = result_fields(spec)
-    columns = [
-        pa.array([_to_arrow(row.value, fields[0].type) for row in rows], fields[0].type),
-        _texts([row.raw for row in rows], fields[1].type),
-        pa.array([str(row.status) for row in rows], pa.string()),
-        _texts([row.error for row in rows], pa.string()),
-        pa.array([confidence(row.labels) for row in rows], pa.float64()),
-        _meta_array(spec, chunk_index, rows, version),
-    ]
+    types = result_types(spec)
+    columns = {
+        "label": pa.array([_to_arrow(row.value, types["label"]) for row in rows], types["label"]),
+        "raw": _texts([row.raw for row in rows], types["raw"]),
+        "reasoning": _texts([row.reasoning for row in rows], types["raw"]),
+        "status": pa.array([str(row.status) for row in rows], pa.string()),
+        "error": _texts([row.error for row in rows], pa.string()),
+        "confidence": pa.array([confidence(row.labels) for row in rows], pa.float64()),
+        "meta": _meta_array(spec, chunk_index, rows, version),
+    }
     keys = [None if row.content_key is None else bytes.fromhex(row.content_key) for row in rows]
     numbers = [pa.array([row.row_index for row in rows], pa.int64()), pa.array(keys, KEY_TYPE)]
-    return pa.Table.from_arrays([*numbers, *columns], schema=part_schema(spec))
+    return pa.Table.from_arrays([*numbers, *map(columns.__getitem__, types)], schema=part_schema(spec))
 
 
 def _meta_array(spec: JobSpec, chunk_index: int, rows: Sequence[RowResult], version: str) -> pa.StructArray:
@@ -391,6 +407,7 @@ def _meta_array(spec: JobSpec, chunk_index: int, rows: Sequence[RowResult], vers
         "prompt_tokens": [row.num_prompt_tokens for row in rows],
         "cached_tokens": [row.num_cached_tokens for row in rows],
         "output_tokens": [row.num_output_tokens for row in rows],
+        "reasoning_tokens": [row.num_reasoning_tokens for row in rows],
         "seconds": [row.seconds for row in rows],
         "first_token_seconds": [row.first_token_s for row in rows],
         "labels": [labels_value(row.labels) for row in rows],

@@ -161,14 +161,15 @@ def _labelled_chunks(
     job: Job, chunks: list[Chunk], reader: ChunkReader, tally: _Tally, ledger: LedgerWriter
 ) -> Iterator[pa.Table]:
     """Yield each chunk's input rows with its results beside them."""
-    schema, added = output_schema(job), output_names(job.spec.output_column)
+    schema, names = output_schema(job), output_names(job.spec.output_column)
+    added = [field.name for field in result_fields(job.spec)]
     kept = [name for name in schema.names if name not in added]
     for chunk in chunks:
         results = job.read_part(chunk.index)
         numbers = results[row_column(job.spec.output_column)].to_pylist()
         if numbers != list(range(chunk.start_row, chunk.start_row + chunk.num_rows)):
             raise JobError(f"part {chunk.index} of {job.job_id} does not hold its rows: delete it and resume the job")
-        tally.add(results[added.status], results[added.error])
+        tally.add(results[names.status], results[names.error])
         ledger.add(chunk.index, results)
         rows = pa.Table.from_batches(job.read_batches(chunk, kept, reader)).columns if kept else []
         yield pa.Table.from_arrays([*rows, *(results[name] for name in added)], schema=schema)

@@ -230,7 +230,8 @@ def choose_pieces(chunks: Sequence[Chunk], num_rows: int, num_places: int = NUM_
 
 def bound_output(spec: JobSpec) -> int:
     """The most tokens that an answer can have: a token is at least one byte of the constraint's longest text."""
-    bound = max_bytes(spec.constraint) if spec.constraint else None
+    longest = max_bytes(spec.constraint) if spec.constraint else None
+    bound = None if longest is None else longest + spec.sampling.thinking_budget
     return min(filter(None, (bound, spec.sampling.max_tokens)), default=spec.sampling.budget)
 
 

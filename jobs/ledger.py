@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import structlog
 
-from jobs.arrow_types import META_TYPE, OutputNames, key_column, label_column, output_names, result_fields
+from jobs.arrow_types import META_TYPE, key_column, label_column, output_names, result_types
 from jobs.job import Job
 from jobs.store import Store, replace
 from schemas.errors import AlreadyExists, JobError, NotFound, StoreError
@@ -49,7 +49,6 @@ SMALL_BYTES, NUM_SMALL, MAX_MERGED = 2**20, 8, 16
 CACHE_BYTES = 256 * 2**20
 VERSION_KEY = b"nightmill.format_version"
 KEYS = ("key_high", "key_low")
-COLUMNS = tuple(name for name in OutputNames._fields if name != "error")  # what is kept has none
 
 Numbers = npt.NDArray[Any]
 T = TypeVar("T")
@@ -61,7 +60,7 @@ class Found(NamedTuple):
     """What a ledger knows of some keys: ``positions`` among them, ascending, and the answers in that order."""
 
     positions: Numbers
-    answers: pa.Table  # COLUMNS; meta.copied_from tells the job
+    answers: pa.Table  # of _answer_schema; meta.copied_from tells the job
 
 
 class Ledger:
@@ -128,7 +127,7 @@ class Ledger:
 
     def _load_group(self, name: str, file: pq.ParquetFile, group: int) -> pa.Table:
         def load() -> tuple[pa.Table, int]:
-            table = file.read_row_group(group, columns=list(COLUMNS), use_threads=False)
+            table = file.read_row_group(group, columns=self._schema.names, use_threads=False)
             return (table := _conform(table, self._schema)), table.nbytes
 
         return self._groups.get(f"{name}:{group}", load)
@@ -159,7 +158,7 @@ class LedgerWriter:
         if not part.num_rows:
             return
         high, low = _split_keys(b"".join(part[key].to_pylist()))
-        columns = {name: part[names[name]] for name in COLUMNS}
+        columns = {name: part[names[name]] for name in self._schema.names}
         columns["meta"] = with_origin(part[names["meta"]].combine_chunks(), self._job.job_id)
         self._held.append(pa.table({KEYS[0]: high, KEYS[1]: low, **columns}))
         self._contents.append(f"{chunk_index}:{part.num_rows}")
@@ -266,8 +265,8 @@ def _list_segments(store: Store) -> list[str]:
 
 
 def _answer_schema(spec: JobSpec) -> pa.Schema:
-    types = dict(zip(OutputNames._fields, (field.type for field in result_fields(spec)), strict=True))
-    return pa.schema([pa.field(name, types[name]) for name in COLUMNS])
+    """The columns of answers, under their names in OutputNames; what is kept has no error."""
+    return pa.schema([pa.field(name, kind) for name, kind in result_types(spec).items() if name != "error"])
 
 
 def with_origin(meta: pa.StructArray, job_id: str) -> pa.StructArray:

@@ -35,6 +35,7 @@ class Answer(NamedTuple):
     is_cut: bool
     num_prompt_tokens: int
     num_output_tokens: int
+    num_reasoning_tokens: int
     num_cached_tokens: int
 
 
@@ -62,10 +63,11 @@ def result_line(job: Job, row: Mapping[str, Any], number: int) -> dict[str, Any]
         created=int(datetime.fromisoformat(job.created).timestamp()),
         content=content,
         calls=calls,
-        reasoning=_reasoning(job.spec, question, raw),
+        reasoning=row[names.reasoning] if job.spec.sampling.thinking else _reasoning(job.spec, question, raw),
         is_cut=status != RowStatus.OK,
         num_prompt_tokens=meta["prompt_tokens"],
         num_output_tokens=meta["output_tokens"],
+        num_reasoning_tokens=meta["reasoning_tokens"] or 0,
         num_cached_tokens=meta["cached_tokens"],
     )
     is_responses = endpoint(json.loads(text), url) == RESPONSES_URL
@@ -95,6 +97,7 @@ def chat_body(answer: Answer) -> dict[str, Any]:
             "completion_tokens": answer.num_output_tokens,
             "total_tokens": answer.num_prompt_tokens + answer.num_output_tokens,
             "prompt_tokens_details": {"cached_tokens": answer.num_cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": answer.num_reasoning_tokens},
         },
     }
 
@@ -132,7 +135,7 @@ def responses_body(answer: Answer, question: Question) -> dict[str, Any]:
             "input_tokens": answer.num_prompt_tokens,
             "input_tokens_details": {"cached_tokens": answer.num_cached_tokens, "cache_write_tokens": 0},
             "output_tokens": answer.num_output_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": answer.num_reasoning_tokens},
             "total_tokens": answer.num_prompt_tokens + answer.num_output_tokens,
         },
     }

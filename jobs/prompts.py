@@ -15,7 +15,7 @@ import pyarrow as pa
 from jinja2 import meta, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from jobs.arrow_types import output_names
+from jobs.arrow_types import result_fields
 from jobs.deepseek import check_recipe, render
 from jobs.instructions import describe_constraint
 from jobs.lines import LINE_FORMATS, MALFORMED
@@ -84,7 +84,7 @@ class PromptBuilder:
     def __init__(self, spec: JobSpec, schema: pa.Schema) -> None:
         """Check the spec against the input's columns. Raises PromptError, InputDataError or ConstraintError."""
         self._spec = spec
-        self._hidden = {*output_names(spec.output_column), spec.gold_column}
+        self._hidden = {*(field.name for field in result_fields(spec)), spec.gold_column}
         self._visible = [name for name in schema.names if name not in self._hidden]
         finalize = _refuse_null if spec.chat else _mark_data
         self._environment = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, finalize=finalize)

@@ -300,6 +300,7 @@ def first_sampling(spec: JobSpec, sampling: Sampling, constraint: Constraint | N
         return sampling
     longest = max_bytes(constraint) if constraint else None
     enough = DEFAULT_MAX_TOKENS if longest is None else longest + 1  # a token is a byte or more, and one ends the text
+    enough += sampling.thinking_budget
     return msgspec.structs.replace(sampling, max_tokens=min(enough, spec.model.max_model_len))
 
 
@@ -321,8 +322,8 @@ def next_sampling(
     if status is RowStatus.TRUNCATED:
         room = spec.model.max_model_len - completion.num_prompt_tokens
         longest = max_bytes(constraint) if constraint else None
-        if longest is not None and longest < room:
-            max_tokens = longest + 1
+        if longest is not None and longest + sampling.thinking_budget < room:
+            max_tokens = longest + sampling.thinking_budget + 1
         else:
             max_tokens = min(math.ceil(sampling.budget * spec.retry.budget_factor), room)
         if max_tokens > sampling.budget:  # the same budget would end at the same place
@@ -350,10 +351,12 @@ def _row_result(row: _Row, spec: JobSpec) -> RowResult:
     worst_index, worst = max(enumerate(outcomes), key=lambda item: (SEVERITY[item[1].status], -item[0]))
     values = [outcome.value for outcome in outcomes]
     texts = [outcome.completion.text for outcome in outcomes]
+    reasoning = [outcome.completion.reasoning for outcome in outcomes]
     return RowResult(
         row_index=row.index,
         status=worst.status,
         raw=texts[0] if is_single else texts,
+        reasoning=reasoning[0] if is_single else reasoning,
         value=(values[0] if is_single else values) if worst.status in LABELLED else None,
         error=worst.error if is_single or worst.error is None else f"completion {worst_index}: {worst.error}",
         finish_reason=worst.completion.finish_reason,
@@ -362,6 +365,7 @@ def _row_result(row: _Row, spec: JobSpec) -> RowResult:
         num_prompt_tokens=worst.completion.num_prompt_tokens,
         num_cached_tokens=worst.completion.num_cached_tokens,
         num_output_tokens=sum(len(outcome.completion.token_ids) for outcome in outcomes),
+        num_reasoning_tokens=sum(outcome.completion.num_reasoning_tokens for outcome in outcomes),
         seconds=row.seconds,
         first_token_s=row.first_token_s,
         content_key=row.prompt.content_key,

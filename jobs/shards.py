@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pyarrow as pa
 
-from jobs.arrow_types import output_names, row_column
+from jobs.arrow_types import result_fields, row_column
 from jobs.source import check_columns, split_suffix
 from jobs.store import open_store
 from schemas.errors import InputDataError, JobError
@@ -17,7 +17,8 @@ def check_output_columns(spec: JobSpec, input_schema: pa.Schema) -> None:
     if len(set(spec.columns or ())) < len(spec.columns or ()):
         raise InputDataError(f"--columns names a column twice: {', '.join(spec.columns or ())}")
     check_columns([spec.gold_column] if spec.gold_column else [], input_schema, "--gold")
-    taken = sorted({*output_names(spec.output_column), row_column(spec.output_column)} & set(input_schema.names))
+    added = {row_column(spec.output_column), *(field.name for field in result_fields(spec))}
+    taken = sorted(added & set(input_schema.names))
     if taken:
         raise InputDataError(
             f"the input has a column {', '.join(map(repr, taken))} already, which the job would add: "

@@ -237,7 +237,8 @@ def _print_first_rows(job: Job, success: Success) -> None:
     first = next((file for file in success.outputs if file.num_rows), None)
     if first is None:
         return
-    label, _, status, error, _, _ = output_names(job.spec.output_column)
+    names = output_names(job.spec.output_column)
+    label, status, error = names.label, names.status, names.error
     rows, schema = _read_first_rows(first.uri)
     fields = _label_fields(label, schema.field(label).type)
     rows = [{**row, **{name: (row[label] or {}).get(key) for name, key in fields.items()}} for row in rows]

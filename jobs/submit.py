@@ -12,7 +12,17 @@ import msgspec
 
 from jobs.cli import split_names, verb
 from schemas.errors import ConstraintError, InputDataError, NightmillError
-from schemas.records import Calibration, Constraint, ConstraintKind, Priority, RetryPolicy, Sampling, decode_json
+from schemas.records import (
+    THINKING_END,
+    Calibration,
+    Constraint,
+    ConstraintKind,
+    Priority,
+    RetryPolicy,
+    Sampling,
+    Thinking,
+    decode_json,
+)
 from schemas.settings import Settings
 
 if TYPE_CHECKING:
@@ -133,6 +143,15 @@ def _split_choices(values: Sequence[str]) -> list[str]:
 @click.option(
     "--max-tokens", type=int, help="Tokens of an answer.  [default: what the constraint's longest text needs, else 256]"
 )
+@click.option(
+    "--thinking-tokens",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Think first, freely, in at most so many tokens; --max-tokens counts them too.",
+)
+@click.option(
+    "--thinking-end", metavar="TEXT", help=f"What ends the thinking, written by the model or for it.  [{THINKING_END}]"
+)
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0: greedy.")
 @click.option("--top-k", type=int, default=0, help="0: off.")
 @click.option("--top-p", type=float, default=1.0, help="1: off.")
@@ -236,9 +255,14 @@ def make_submission(
 
 def _pop_sampling(options: dict[str, Any]) -> Sampling:
     """Take the sampling options out of ``options``. Raises click.BadParameter naming the bad one."""
+    num_thinking, end = options.pop("thinking_tokens"), options.pop("thinking_end")
+    if end is not None and num_thinking is None:
+        raise click.BadParameter("--thinking-end goes with --thinking-tokens")
     names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "top_labels")
     try:
-        return Sampling(stop=tuple(options.pop("stop")), **{name: options.pop(name) for name in names})
+        thinking = None if num_thinking is None else Thinking(max_tokens=num_thinking, end=end or THINKING_END)
+        given = {name: options.pop(name) for name in names}
+        return Sampling(stop=tuple(options.pop("stop")), thinking=thinking, **given)
     except ValueError as error:
         raise click.BadParameter(str(error)) from error
 

@@ -14,7 +14,7 @@ import click
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from jobs.arrow_types import output_names
+from jobs.arrow_types import output_names, result_fields
 from jobs.cli import EXIT_FAILED, echo_json, verb
 from jobs.finish import final_state, output_schema
 from jobs.job import Job, OutputFile, Success
@@ -94,7 +94,8 @@ def _verify_chunk(
     for name in kept:
         expected = pa.chunked_array([batch.column(name) for batch in rows], schema.field(name).type)
         yield from _compare(written[name], expected, f"chunk {chunk.index}: column {name} differs from the input")
-    for name in names:
+    for added in result_fields(job.spec):
+        name = added.name
         yield from _compare(written[name], part[name], f"chunk {chunk.index}: column {name} differs from the part")
 
 

@@ -104,12 +104,35 @@ class Message(Record):
 
 
 DEFAULT_MAX_TOKENS = 256
+THINKING_END = "</think>"
+
+
+class Thinking(Record):
+    """A free part of the output before the answer, until the model writes ``end`` or its own budget is used up."""
+
+    max_tokens: int  # before ``end``
+    end: str = THINKING_END
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1 or not self.end:
+            raise ValueError("thinking needs at least 1 token and an end that is not empty")
+
+    @property
+    def budget(self) -> int:
+        """Tokens of the thinking and its end at most: a token is a byte or more."""
+        return self.max_tokens + len(self.end.encode())
+
+    @property
+    def start(self) -> str:
+        """What some models write first: ``<think>`` where ``</think>`` is the end."""
+        return self.end.replace("/", "", 1)
 
 
 class Sampling(Record):
     """How tokens are drawn. ``temperature`` 0 is greedy; 0 or 1.0 switches the filters off."""
 
-    max_tokens: int | None = None  # None: what the longest text of the constraint needs, else DEFAULT_MAX_TOKENS
+    max_tokens: int | None = None  # thinking included; None: that of the constraint's longest text, else of a default
+    thinking: Thinking | None = None  # None: the answer is all there is
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -124,6 +147,9 @@ class Sampling(Record):
     def __post_init__(self) -> None:
         checks = {
             "max_tokens must be at least 1": self.max_tokens is None or self.max_tokens >= 1,
+            f"max_tokens must be above {self.thinking_budget}, which thinking and its end may take": (
+                self.max_tokens is None or self.thinking is None or self.max_tokens > self.thinking_budget
+            ),
             "temperature must be 0 or more": self.temperature >= 0,
             "top_k must be 0 (off) or more": self.top_k >= 0,
             "top_labels must be 0 (off) or more": self.top_labels >= 0,
@@ -138,7 +164,12 @@ class Sampling(Record):
     @property
     def budget(self) -> int:
         """Tokens of the output at most."""
-        return self.max_tokens or DEFAULT_MAX_TOKENS
+        return self.max_tokens or DEFAULT_MAX_TOKENS + self.thinking_budget
+
+    @property
+    def thinking_budget(self) -> int:
+        """Tokens of the output before the answer at most."""
+        return self.thinking.budget if self.thinking else 0
 
 
 class ModelRef(Record):
@@ -289,7 +320,9 @@ class Completion(Record):
 
     request_id: str
     finish_reason: FinishReason
-    text: str = ""
+    text: str = ""  # the answer
+    reasoning: str | None = None  # what was written before it; None: no thinking was asked for
+    num_reasoning_tokens: int = 0  # of the output tokens, the first ones, with the end of the thinking
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] | None = None  # of each output token, after mask and before temperature
     labels: tuple[Label, ...] = ()
@@ -317,6 +350,7 @@ class RowResult(Record):
     row_index: int
     status: RowStatus
     raw: str | list[str] | None = None  # a list, as ``value``, if the job asks for several completions
+    reasoning: str | list[str | None] | None = None
     value: Any = None
     error: str | None = None
     finish_reason: FinishReason | None = None
@@ -325,6 +359,7 @@ class RowResult(Record):
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
+    num_reasoning_tokens: int = 0  # among the output tokens
     seconds: float = 0.0
     first_token_s: float | None = None  # of the first try
     content_key: str | None = None  # of its prompt: equal keys are equal questions; None: it was not asked

@@ -88,6 +88,16 @@ def test_each_prompt_keeps_its_own_constraint(llm: LLM) -> None:
     assert re.fullmatch(r"b*ab*", ebnf.text) or ebnf.finish_reason == FinishReason.LENGTH
 
 
+def test_a_prompt_is_thought_about_before_it_is_answered(llm: LLM) -> None:
+    asked = constrained("choice", ["cat", "category", "dog"], thinking_token_budget=12, thinking_end="</t>")
+    (completion,) = llm.generate("which?", asked)
+    (free,) = llm.generate("which?", SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+    assert completion.text in ("cat", "category", "dog")
+    assert free.text.strip().startswith(completion.reasoning or "?")
+    assert 4 <= completion.num_reasoning_tokens <= 16 < len(completion.token_ids)
+    assert llm.generate("which?", constrained("choice", ["cat", "dog"]))[0].reasoning is None
+
+
 def test_a_budget_that_cuts_a_document_says_so(llm: LLM) -> None:
     so_args = {"schema_type": "json", "schema": SCHEMA}
     (completion,) = llm.generate("x", SamplingParams(temperature=0, max_tokens=2, so_args=so_args))

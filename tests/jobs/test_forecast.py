@@ -16,7 +16,7 @@ from jobs.plan import make_chunks
 from jobs.provenance import Provenance, count_work
 from jobs.store import open_store
 from schemas.constraints import load_constraint
-from schemas.records import ConstraintKind, InputFile, Sampling
+from schemas.records import ConstraintKind, InputFile, Sampling, Thinking
 from schemas.settings import JobsSettings
 from tests.jobs.verbs import Machine
 from tests.tiny_jobs import ScriptedEngine, run_chunk
@@ -150,6 +150,9 @@ def test_the_longest_answer_bounds_the_output(machine: Machine) -> None:
     assert bound_output(prepared(machine, data).spec) == len("perhaps")
     assert bound_output(prepared(machine, data, sampling=Sampling(max_tokens=2)).spec) == 2
     assert bound_output(prepared(machine, data, constraint=None).spec) == 256
+    thinking = Sampling(thinking=Thinking(max_tokens=20, end="</t>"))
+    assert bound_output(prepared(machine, data, sampling=thinking).spec) == 24 + len("perhaps")
+    assert bound_output(prepared(machine, data, sampling=thinking, constraint=None).spec) == 24 + 256
 
 
 @given(st.lists(st.integers(0, 9000), min_size=1, max_size=50))

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 import pytest
 from openai.types.chat import ChatCompletion
@@ -15,9 +16,9 @@ from jobs.finish import try_finish
 from jobs.job import Job
 from jobs.source import scan_inputs
 from schemas.errors import InputDataError, JobError, PromptError
-from schemas.records import FinishReason, Request, RetryPolicy
+from schemas.records import Completion, FinishReason, Request, RetryPolicy, Sampling, Thinking
 from schemas.settings import Settings
-from tests.tiny_jobs import Answer, ScriptedEngine, make_job, prompt_of, run_job, write_input
+from tests.tiny_jobs import Answer, ScriptedEngine, completion, make_job, prompt_of, run_job, write_input
 from tests.tiny_models import write_tiny_model
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
@@ -109,6 +110,27 @@ def test_every_line_has_its_result_and_good_ones_are_what_the_clients_types_hold
     assert (response.output_text, response.status) == ("Hello", "completed")
     assert (cut.output_text, cut.status, cut.incomplete_details.reason) == ("cut", "incomplete", "max_output_tokens")
     assert (tool.output[0].type, tool.output[0].arguments, tool.tools[0].name) == ("function_call", "{}", "weather")
+
+
+def test_what_was_thought_stands_beside_the_answer_and_is_counted(tmp_path: Path) -> None:
+    def answer(request: Request) -> Completion:
+        return msgspec.structs.replace(completion(request, "Hi there"), reasoning="since", num_reasoning_tokens=3)
+
+    path = tmp_path / "requests.jsonl"
+    response = {"input": "Hi", "model": "m"}
+    path.write_text("\n".join([line("chat", ask("Hi")), line("response", response, "/v1/responses")]))
+    sampling = Sampling(thinking=Thinking(max_tokens=9))
+    job = run_job(make_job(tmp_path, [path], body_column="body", sampling=sampling), ScriptedEngine(answer))
+    assert try_finish(job)
+    chat, response = (result["response"]["body"] for result in exported(job, tmp_path / "results.jsonl"))
+    message = chat["choices"][0]["message"]
+    assert (message["content"], message["reasoning_content"]) == ("Hi there", "since")
+    assert ChatCompletion.model_validate(chat).usage.completion_tokens_details.reasoning_tokens == 3
+    parsed = Response.model_validate(response)
+    assert (parsed.output[0].type, parsed.output[0].content[0].text, parsed.output_text) == (
+        *("reasoning", "since", "Hi there"),
+    )
+    assert parsed.usage.output_tokens_details.reasoning_tokens == 3
 
 
 def test_each_line_is_asked_with_its_own_constraint_and_sampling(tmp_path: Path, batch: Path) -> None:

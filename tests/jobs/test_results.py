@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,6 +32,7 @@ from schemas.records import (
     RowResult,
     RowStatus,
     Sampling,
+    Thinking,
     row_seed,
 )
 from tests.tiny_jobs import (
@@ -43,6 +45,7 @@ from tests.tiny_jobs import (
     make_job,
     prompt_of,
     run_chunk,
+    run_job,
     write_input,
 )
 
@@ -145,6 +148,38 @@ def test_a_row_that_was_told_no_budget_has_room_for_the_longest_text_of_its_cons
     assert budget("yes|a*") == 256
     assert budget(None) == 256
     assert budget("yes|no", max_tokens=9) == 9
+
+
+def test_thinking_has_a_budget_of_its_own_besides_the_answers(tmp_path: Path) -> None:
+    thinking = Thinking(max_tokens=100, end="</t>")
+    sampling = Sampling(thinking=thinking)
+    _, engine = run_one(tmp_path, "yes", sampling=sampling)
+    assert engine.requests[0].sampling == msgspec.structs.replace(sampling, max_tokens=104 + 4)
+    assert run_one(tmp_path, "yes", sampling=sampling, constraint=None)[1].requests[0].sampling.budget == 104 + 256
+    constraint = Constraint(kind=ConstraintKind.REGEX, source="[a-z]{150}")
+    short = msgspec.structs.replace(sampling, max_tokens=120)
+    _, engine = run_one(tmp_path, ("ab", LENGTH), sampling=short, constraint=constraint)
+    assert [request.sampling.max_tokens for request in engine.requests] == [120, 104 + 151]
+
+
+def test_what_was_thought_is_in_a_column_of_its_own_and_counted(tmp_path: Path) -> None:
+    def answer(request: Request) -> Completion:
+        plain = completion(request, ("maybe" if request.sampling.temperature == 0 else "yes", STOP))
+        return msgspec.structs.replace(plain, reasoning="since", num_reasoning_tokens=2)
+
+    sampling = Sampling(thinking=Thinking(max_tokens=9))
+    for num_completions, reasoning in ((1, "since"), (2, ["since", "since"])):
+        job = make_job(tmp_path, sampling=sampling, constraint=YES_NO, num_completions=num_completions)
+        assert try_finish(run_job(job, ScriptedEngine(answer)))
+        assert verify(job).faults == []
+        success = job.success()
+        assert success is not None
+        table = pq.read_table(success.outputs[0].uri)
+        assert table.column_names[-7:] == [
+            *("label", "label_raw", "label_reasoning", "label_status", "label_error", "label_confidence", "label_meta")
+        ]
+        assert table["label_reasoning"].to_pylist() == [reasoning] * 10
+        assert table["label_meta"][0].as_py()["reasoning_tokens"] == 2 * num_completions
 
 
 def test_silent_repair_a_document_cut_by_its_budget_is_never_completed(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -15,9 +16,9 @@ from jobs.job import Job
 from jobs.results import run_rows
 from jobs.reuse import ASKED_SCHEMA, FirstAsked, read_known
 from jobs.verify import verify
-from schemas.records import FinishReason, JobState, Request, RowStatus, Sampling, short_hash
+from schemas.records import Completion, FinishReason, JobState, Request, RowStatus, Sampling, Thinking, short_hash
 from tests.jobs.verbs import Machine
-from tests.tiny_jobs import YES_NO, Answer, ScriptedEngine, prompt_of
+from tests.tiny_jobs import YES_NO, Answer, ScriptedEngine, completion, prompt_of
 
 
 class Night:
@@ -68,6 +69,20 @@ def test_a_second_run_over_unchanged_rows_asks_nothing_and_needs_no_broker(night
     for before, after in zip(night.rows(first), night.rows(second), strict=True):
         assert after["label_meta"] == before["label_meta"] | {"copied_from": first.job_id}
         assert {**after, "label_meta": None} == {**before, "label_meta": None}
+
+
+def test_what_was_thought_is_copied_with_the_label(night: Night) -> None:
+    def answer(request: Request) -> Completion:
+        return msgspec.structs.replace(completion(request, "yes"), reasoning="since", num_reasoning_tokens=3)
+
+    data = night.machine.write_rows(10)
+    sampling = Sampling(thinking=Thinking(max_tokens=9))
+    night.run(data, answer, sampling=sampling)
+    copied = night.run(data, answer, sampling=sampling, name="again")
+    assert night.asked == []
+    assert {row["label_reasoning"] for row in night.rows(copied)} == {"since"}
+    night.run(data, "yes", name="without")
+    assert len(night.asked) == 10
 
 
 def test_only_new_rows_are_asked_whole_chunks_or_not(night: Night) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from jobs.submit import make_constraint
 from schemas.errors import ConstraintError
-from schemas.records import ConstraintKind, RowStatus, Sampling
+from schemas.records import ConstraintKind, RowStatus, Sampling, Thinking
 from tests.jobs.verbs import HandWorker, Machine, commit, json_lines, until
 
 NOBODY_LISTENS = "redis://127.0.0.1:1/0"
@@ -115,6 +115,9 @@ def test_an_unknown_model_is_refused(machine: Machine) -> None:
     [
         (["--top-p", "0"], "top_p must be in"),
         (["--max-tokens", "0"], "max_tokens must be at least 1"),
+        (["--max-tokens", "50", "--thinking-tokens", "50"], "max_tokens must be above 58"),
+        (["--thinking-end", "done"], "--thinking-end goes with --thinking-tokens"),
+        (["--thinking-tokens", "5000"], "lower --thinking-tokens"),
         (["--limit", "0"], "--limit"),
         (["--name", "a/b"], "a/b"),
         (["--no-such-option"], "No such option"),
@@ -212,13 +215,14 @@ def test_a_cancelled_job_is_not_started_by_the_same_submit(machine: Machine) -> 
 
 def test_every_sampling_option_reaches_the_job(machine: Machine) -> None:
     options = (
-        "--max-tokens 7 --temperature 0.5 --top-k 9 --top-p 0.8 --min-p 0.1 --repetition-penalty 1.2 --stop . --stop ;"
+        "--max-tokens 70 --temperature 0.5 --top-k 9 --top-p 0.8 --min-p 0.1 --repetition-penalty 1.2 --stop . --stop ;"
     )
-    rest = "--top-labels 5 --n 3 --seed 11 --max-attempts 2"
+    rest = "--thinking-tokens 20 --thinking-end </t> --top-labels 5 --n 3 --seed 11 --max-attempts 2"
     assert machine.submit(machine.write_rows(4), "--no-wait", *options.split(), *rest.split()).exit_code == 0
     spec = machine.job().spec
     assert spec.sampling == Sampling(
-        max_tokens=7,
+        max_tokens=70,
+        thinking=Thinking(max_tokens=20, end="</t>"),
         temperature=0.5,
         top_k=9,
         top_p=0.8,

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from jobs.confidence import LABELS_TYPE, confidence, labels_value
+from jobs.confidence import confidence
+from jobs.meta import META_TYPE, meta_array
 from schemas.json_drafts import draft_of
-from schemas.records import Attempt, ConstraintKind, JobSpec, RowResult
+from schemas.records import ConstraintKind, JobSpec, RowResult
 
 INT64_RANGE = range(-(2**63), 2**63)
 DECIMAL_RANGE = range(-(10**38) + 1, 10**38)
@@ -22,36 +23,7 @@ SECONDS = re.compile(r":\d\d(?:\.(\d+))?(?=[Zz+-])")  # of an RFC 3339 timestamp
 MAX_DEPTH = 32
 COMBINATORS = ("anyOf", "oneOf", "allOf", "not", "if", "$ref", "$dynamicRef", "patternProperties", "dependentSchemas")
 
-ATTEMPT_TYPE = pa.struct(
-    {
-        "status": pa.string(),
-        "finish_reason": pa.string(),
-        "seed": pa.int64(),
-        "max_tokens": pa.int32(),
-        "temperature": pa.float64(),
-        "output_tokens": pa.int32(),
-    }
-)
 KEY_TYPE = pa.binary(16)
-META_TYPE = pa.struct(
-    {
-        "finish_reason": pa.string(),
-        "attempts": pa.int32(),
-        "prompt_tokens": pa.int32(),
-        "cached_tokens": pa.int32(),
-        "output_tokens": pa.int32(),
-        "reasoning_tokens": pa.int32(),
-        "seconds": pa.float64(),
-        "first_token_seconds": pa.float64(),
-        "labels": LABELS_TYPE,
-        "model_digest": pa.string(),
-        "constraint_hash": pa.string(),
-        "chunk": pa.int32(),
-        "version": pa.string(),
-        "attempt_log": pa.list_(ATTEMPT_TYPE),
-        "copied_from": pa.string(),
-    }
-)
 
 
 class DoesNotFit(ValueError):
@@ -392,46 +364,11 @@ def results_table(spec: JobSpec, chunk_index: int, rows: Sequence[RowResult], ve
         "status": pa.array([str(row.status) for row in rows], pa.string()),
         "error": _texts([row.error for row in rows], pa.string()),
         "confidence": pa.array([confidence(row.labels) for row in rows], pa.float64()),
-        "meta": _meta_array(spec, chunk_index, rows, version),
+        "meta": meta_array(spec, chunk_index, rows, version),
     }
     keys = [None if row.content_key is None else bytes.fromhex(row.content_key) for row in rows]
     numbers = [pa.array([row.row_index for row in rows], pa.int64()), pa.array(keys, KEY_TYPE)]
     return pa.Table.from_arrays([*numbers, *map(columns.__getitem__, types)], schema=part_schema(spec))
-
-
-def _meta_array(spec: JobSpec, chunk_index: int, rows: Sequence[RowResult], version: str) -> pa.StructArray:
-    constraint_hash = spec.constraint.key if spec.constraint else None
-    columns = {
-        "finish_reason": [row.finish_reason for row in rows],
-        "attempts": [len(row.attempts) for row in rows],
-        "prompt_tokens": [row.num_prompt_tokens for row in rows],
-        "cached_tokens": [row.num_cached_tokens for row in rows],
-        "output_tokens": [row.num_output_tokens for row in rows],
-        "reasoning_tokens": [row.num_reasoning_tokens for row in rows],
-        "seconds": [row.seconds for row in rows],
-        "first_token_seconds": [row.first_token_s for row in rows],
-        "labels": [labels_value(row.labels) for row in rows],
-        "model_digest": [spec.model.digest] * len(rows),
-        "constraint_hash": [constraint_hash] * len(rows),
-        "chunk": [chunk_index] * len(rows),
-        "version": [version] * len(rows),
-        "attempt_log": [[_attempt_values(attempt) for attempt in row.attempts] for row in rows],
-        "copied_from": [row.copied_from for row in rows],
-    }
-    arrays = [pa.array(columns[field.name], field.type) for field in META_TYPE]
-    return pa.StructArray.from_arrays(arrays, fields=list(META_TYPE))
-
-
-def _attempt_values(attempt: Attempt) -> tuple[Any, ...]:
-    """In the order of ATTEMPT_TYPE."""
-    return (
-        attempt.status,
-        attempt.finish_reason,
-        attempt.seed,
-        attempt.max_tokens,
-        attempt.temperature,
-        attempt.num_output_tokens,
-    )
 
 
 def _texts(values: Sequence[Any], kind: pa.DataType) -> pa.Array:

@@ -19,8 +19,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import structlog
 
-from jobs.arrow_types import META_TYPE, key_column, label_column, output_names, result_types
+from jobs.arrow_types import key_column, label_column, output_names, result_types
 from jobs.job import Job
+from jobs.meta import META_TYPE
 from jobs.store import Store, replace
 from schemas.errors import AlreadyExists, JobError, NotFound, StoreError
 from schemas.records import FORMAT_VERSION, JobSpec, RowStatus, short_hash

@@ -119,16 +119,23 @@ class InvariantKernels(ReferenceKernels):
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
         """See Kernels.sample; each row alone."""
-        if len(logits) < 2:
-            return super().sample(logits, batch)
-        drawn = [self.sample(row, _row_of(batch, index)) for index, row in enumerate(logits.split(1))]
-        tokens, logprobs = zip(*drawn, strict=True)
-        return torch.cat(tokens), torch.cat(logprobs)
+        return sample_rows(super().sample, logits, batch)
 
     def _tiles_of(self, batch: AttentionBatch, block_size: int) -> Tiles:
         if self._tiles is None or self._tiles[0] is not batch or self._tiles[1] != block_size:
             self._tiles = batch, block_size, make_tiles(batch, block_size)
         return self._tiles[2]
+
+
+def sample_rows(
+    sample: Callable[[Tensor, SamplingBatch], tuple[Tensor, Tensor]], logits: Tensor, batch: SamplingBatch
+) -> tuple[Tensor, Tensor]:
+    """``sample`` of each row alone."""
+    if len(logits) < 2:
+        return sample(logits, batch)
+    drawn = [sample(row, _row_of(batch, index)) for index, row in enumerate(logits.split(1))]
+    tokens, logprobs = zip(*drawn, strict=True)
+    return torch.cat(tokens), torch.cat(logprobs)
 
 
 def by_tiles(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:

@@ -30,13 +30,16 @@ def select_kernels(
     """Open the backend ``wanted``, or for "auto" the first of the registry that can be had.
 
     ``is_fp8``: projections and experts have fp8 weights and round what they multiply to fp8. ``is_invariant``: a row's
-    bits do not depend on the batch, which only the reference offers so far.
+    bits do not depend on the batch, for which the reference on a CPU and Triton on a GPU have operations of their own.
     Raises BackendError for an unknown name, or for a named backend that cannot be had, with the cause.
     """
     if is_invariant:
-        if wanted != "auto" and _find(wanted).open is not _open_reference:
+        of_device, open_invariant = _open_reference, _open_invariant
+        if device.type == "cuda":
+            of_device, open_invariant = _open_triton, _open_triton_invariant
+        if wanted != "auto" and _find(wanted).open is not of_device:
             raise BackendError(f"{wanted!r} is not batch-invariant: with --deterministic leave engine.kernels at auto")
-        return _open_invariant(device, dtype, is_fp8)
+        return open_invariant(device, dtype, is_fp8)
     if wanted != "auto":
         return _find(wanted).open(device, dtype, is_fp8)
     causes = []
@@ -80,6 +83,19 @@ def _open_invariant(device: torch.device, dtype: torch.dtype, is_fp8: bool) -> t
     return InvariantKernels(device, dtype, is_fp8=is_fp8), (
         *_fp8_choice(dtype, is_fp8),
         Choice("everything", "invariant", reason),
+    )
+
+
+def _open_triton_invariant(
+    device: torch.device, dtype: torch.dtype, is_fp8: bool
+) -> tuple[Kernels, tuple[Choice, ...]]:
+    _open_triton(device, dtype, is_fp8)  # raises where Triton is not
+    from kernels.triton_invariant import InvariantTritonKernels
+
+    reason = f"batch-invariant: each sum in one order, on {torch.cuda.get_device_name(device)}"
+    return InvariantTritonKernels(device, dtype, is_fp8=is_fp8), (
+        *_fp8_choice(dtype, is_fp8),
+        Choice("everything", "triton-invariant", reason),
     )
 
 

@@ -3,6 +3,8 @@
 Grids depend on shapes only, lengths are read on the device, so that a CUDA graph can hold it all. Knows no schedules.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -10,8 +12,21 @@ from torch import Tensor
 
 from kernels.api import AttentionBatch
 
+
+@dataclass(frozen=True)
+class Tiling:
+    """Rows and keys that a program holds at once, its warps and the stages of its pipeline."""
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
 PREFILL_TILE = 128  # query rows (token, head of the group) of one program
 PREFILL_KEYS, PREFILL_WARPS, PREFILL_STAGES = 32, 4, 3
+PREFILL = Tiling(PREFILL_TILE, PREFILL_KEYS, PREFILL_WARPS, PREFILL_STAGES)
+ALIKE, ALIKE_FLOAT32 = Tiling(64, 64, 4, 3), Tiling(16, 16, 4, 1)  # 64 rows: as many as wgmma multiplies at once
 DECODE_KEYS, DECODE_WARPS, DECODE_STAGES = 64, 2, 2
 DECODE_ROWS = 16  # smallest tile of the tensor cores: the heads of one group, padded
 NUM_PROGRAMS = 1056  # eight per streaming multiprocessor of an H100 or H200: decode splits keys until it has so many
@@ -34,6 +49,21 @@ def attend(q: Tensor, cache: Tensor, batch: AttentionBatch, scale: float, window
     return out
 
 
+def attend_alike(q: Tensor, cache: Tensor, batch: AttentionBatch, scale: float, window: int) -> Tensor:
+    """As ``attend``, each row to the bit alike in any batch: every row goes through one compiled kernel.
+
+    A program walks all keys of its rows in tiles that lie at absolute positions; tiles that a row does not see add
+    zeros to it. Few rows of many keys leave most of the device idle.
+    """
+    out = torch.empty_like(q)
+    tiling = ALIKE_FLOAT32 if q.dtype == torch.float32 else ALIKE
+    if len(q):
+        _attend_runs(
+            q, cache, out, batch, (0, batch.seq_lens.shape[0]), scale, window, tiling=tiling, can_contract=False
+        )
+    return out
+
+
 def _attend_runs(
     q: Tensor,
     cache: Tensor,
@@ -44,12 +74,17 @@ def _attend_runs(
     window: int,
     *,
     is_mixed: bool = False,
+    tiling: Tiling = PREFILL,
+    can_contract: bool = True,
 ) -> None:
-    """Attend for the sequences first .. last - 1 in ``seqs``; ``is_mixed``: for those with more than one row."""
+    """Attend for the sequences first .. last - 1 in ``seqs``; ``is_mixed``: for those with more than one row.
+
+    ``can_contract``: multiplications and additions may be fused, here and not there.
+    """
     _, num_heads, head_size = q.shape
     block_size, kv_heads = cache.shape[2], cache.shape[3]
     group = triton.next_power_of_2(num_heads // kv_heads)
-    tile_tokens = max(1, PREFILL_TILE // group)
+    tile_tokens = max(1, tiling.rows // group)
     first, last = seqs
     num_tiles = (q.shape[0] - first) // tile_tokens + (last - first)
     _paged_attention[(num_tiles, kv_heads, 1)](
@@ -57,9 +92,9 @@ def _attend_runs(
         scale * 1.4426950408889634, batch.block_table.stride(0), cache.stride(0), first, last,
         KV_HEADS=kv_heads, REAL_GROUP=num_heads // kv_heads, GROUP=group, HEAD=head_size,
         HEAD_PAD=triton.next_power_of_2(head_size), BLOCK_SIZE=block_size, TILE_TOKENS=tile_tokens,
-        TILE_ROWS=max(DECODE_ROWS, tile_tokens * group), TILE_KEYS=PREFILL_KEYS, WINDOW=window, SPLITS=1,
+        TILE_ROWS=max(DECODE_ROWS, tile_tokens * group), TILE_KEYS=tiling.keys, WINDOW=window, SPLITS=1,
         SLOTS=1, FIRST_SLOT=0, IS_DECODE=False, SKIPPED_LEN=int(is_mixed),
-        num_warps=PREFILL_WARPS if head_size >= 128 else 4, num_stages=PREFILL_STAGES,
+        num_warps=tiling.num_warps, num_stages=tiling.num_stages, enable_fp_fusion=can_contract,
     )  # fmt: skip
 
 

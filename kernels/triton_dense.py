@@ -157,10 +157,14 @@ class TritonKernels(ReferenceKernels):
             return super().route(logits, gate, bias)
         return triton_moe.route(logits, gate, bias)
 
+    def choose_tiling(self, num_pairs: int, num_experts: int) -> triton_moe.Tiling:
+        """Of the experts' products."""
+        return triton_moe.choose_tiling(num_pairs, num_experts, self.dtype)
+
     def experts_mlp(self, x: Tensor, weights: Tensor, experts: Tensor, packed: PackedExperts) -> Tensor:
         """See Kernels.experts_mlp."""
         num_experts = len(packed.down)
-        tiling = triton_moe.choose_tiling(experts.numel(), num_experts, x.dtype)
+        tiling = self.choose_tiling(experts.numel(), num_experts)
         rows = triton_moe.sort_by_expert(experts, num_experts, tiling.rows)
         if packed.is_fp8:
             x = round_rows(x)

@@ -15,19 +15,9 @@ from torch import Tensor
 
 from kernels.api import AttentionBatch
 from kernels.reference_mla import UpProjection
-from kernels.triton_attention import find_sequence
+from kernels.triton_attention import Tiling, find_sequence
 
 LOG2_E = 1.4426950408889634
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """Rows and keys that a program holds at once, its warps and the stages of its pipeline."""
-
-    rows: int
-    keys: int
-    num_warps: int
-    num_stages: int
 
 
 DECODE = Tiling(16, 64, 4, 2)  # rows are the heads of one token; 16 is the tensor cores' smallest tile
@@ -117,6 +107,14 @@ def attend_absorbed(q: Tensor, q_rope: Tensor, cache: Tensor, batch: AttentionBa
     return out
 
 
+def attend_alike(q: Tensor, q_rope: Tensor, cache: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
+    """As ``attend_absorbed``, each row to the bit alike in any batch: a decode is a chunk of one row."""
+    out = torch.empty_like(q)
+    if out.numel():
+        _attend_chunks(q, q_rope, cache, out, batch, (0, batch.seq_lens.shape[0]), scale, skipped_len=0)
+    return out
+
+
 def _attend_decodes(
     q: Tensor, q_rope: Tensor, cache: Tensor, out: Tensor, batch: AttentionBatch, num_seqs: int, scale: float
 ) -> None:
@@ -136,7 +134,7 @@ def _attend_decodes(
     _absorbed_attention[(num_seqs, triton.cdiv(num_heads, head_tile), splits)](
         q, q_rope, cache, out, partial, weight, *_common_arguments(q, q_rope, batch, scale), 0, num_seqs, splits,
         HEAD_TILE=head_tile, TILE_TOKENS=1, SPLIT_KEYS=split_keys, IS_DECODE=True,
-        **_constants(q, q_rope, cache, tiling),
+        SKIPPED_LEN=0, **_constants(q, q_rope, cache, tiling),
     )  # fmt: skip
     if splits > 1:
         _merge_splits[(num_seqs, num_heads)](
@@ -146,9 +144,10 @@ def _attend_decodes(
 
 
 def _attend_chunks(
-    q: Tensor, q_rope: Tensor, cache: Tensor, out: Tensor, batch: AttentionBatch, seqs: tuple[int, int], scale: float
-) -> None:
-    """Attend for those of the sequences first .. last - 1 in ``seqs`` that have several rows."""
+    q: Tensor, q_rope: Tensor, cache: Tensor, out: Tensor, batch: AttentionBatch, seqs: tuple[int, int], scale: float,
+    *, skipped_len: int = 1,
+) -> None:  # fmt: skip
+    """Attend for those of the sequences first .. last - 1 in ``seqs`` that have not just ``skipped_len`` rows."""
     num_heads, num_rows, _ = q.shape
     first, last = seqs
     tiling = _fit(ABSORBED, q.dtype)
@@ -157,6 +156,7 @@ def _attend_chunks(
     _absorbed_attention[((num_rows - first) // tile_tokens + last - first, triton.cdiv(num_heads, head_tile), 1)](
         q, q_rope, cache, out, out, out, *_common_arguments(q, q_rope, batch, scale), first, last, 1,
         HEAD_TILE=head_tile, TILE_TOKENS=tile_tokens, SPLIT_KEYS=0, IS_DECODE=False,
+        SKIPPED_LEN=skipped_len,
         **_constants(q, q_rope, cache, tiling),
     )  # fmt: skip
 
@@ -238,7 +238,7 @@ def _absorbed_attention(
     table_stride, q_head, rope_row, rope_head, first_seq, num_seqs, splits,
     HEADS: tl.constexpr, HEAD_TILE: tl.constexpr, RANK: tl.constexpr, RANK_PAD: tl.constexpr, ROPE: tl.constexpr,
     ROPE_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_TOKENS: tl.constexpr, TILE_ROWS: tl.constexpr,
-    TILE_KEYS: tl.constexpr, SPLIT_KEYS: tl.constexpr, IS_DECODE: tl.constexpr,
+    TILE_KEYS: tl.constexpr, SPLIT_KEYS: tl.constexpr, IS_DECODE: tl.constexpr, SKIPPED_LEN: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows (token, head) of one sequence against its latents, which are keys and values at once.
 
@@ -258,7 +258,7 @@ def _absorbed_attention(
     if IS_DECODE:
         first_key = split * SPLIT_KEYS
         last_key = tl.minimum(last_key, first_key + SPLIT_KEYS)
-    is_other = (query_len != 1) if IS_DECODE else (query_len == 1)
+    is_other = (query_len != 1) if IS_DECODE else (query_len == SKIPPED_LEN)
     if is_other | (first_token >= query_len) | (first_key >= last_key):
         return
 

@@ -16,6 +16,7 @@ from kernels.api import ExpertRows, Gate, Scoring
 PAIR_TILE = 64  # pairs (row, expert) that a program ranks at once
 MAX_CHUNKS = 64  # programs that share the sorting; each reads all their counts
 NUM_PROGRAMS = 132  # one per streaming multiprocessor of an H100 or H200
+ALIKE_PARTS = 8  # of a router whose sums do not depend on the number of rows
 MAX_PLANES, MAX_PARTS, ROUTER_DEPTH = 3, 16, 64  # of a router: three bfloat16 hold the 24 bits of a float32
 
 
@@ -61,14 +62,18 @@ def split_router(weight: Tensor) -> Tensor:
     return torch.stack(planes)
 
 
-def router_logits(x: Tensor, planes: Tensor) -> Tensor:
-    """See Kernels.router_logits; ``planes`` are those of ``split_router``. Few rows divide the depth into parts."""
+def router_logits(x: Tensor, planes: Tensor, alike_rows: int = 0) -> Tensor:
+    """See Kernels.router_logits; ``planes`` are those of ``split_router``. Few rows divide the depth into parts.
+
+    With ``alike_rows`` the tiles have so many rows and the parts are ALIKE_PARTS, however many rows there are.
+    """
     num_planes, num_experts, depth = planes.shape
     num_rows = len(x)
-    tile_rows = 16 if num_rows <= 128 else 32 if num_rows <= 1024 else 64
+    tile_rows = alike_rows or (16 if num_rows <= 128 else 32 if num_rows <= 1024 else 64)
     tile_experts = min(64, max(16, triton.next_power_of_2(num_experts)))
     tiles = triton.cdiv(num_rows, tile_rows), triton.cdiv(num_experts, tile_experts)
     wanted = min(MAX_PARTS, triton.next_power_of_2(triton.cdiv(NUM_PROGRAMS, max(1, tiles[0] * tiles[1]))))
+    wanted = ALIKE_PARTS if alike_rows else wanted
     part_depth = triton.cdiv(triton.cdiv(depth, wanted), ROUTER_DEPTH) * ROUTER_DEPTH
     parts = triton.cdiv(depth, part_depth)
     out = torch.empty(parts, num_rows, num_experts, dtype=torch.float32, device=x.device)

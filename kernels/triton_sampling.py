@@ -35,11 +35,12 @@ def sample(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
         mass = torch.empty((rows, chunks), dtype=torch.float64, device=logits.device)
         _weigh_chunks[(rows, chunks)](
             logits, best, batch.temperature, min_p, mass, logits.stride(0), vocab, chunks,
-            HAS_MIN_P=batch.min_p is not None, **shapes,
+            HAS_MIN_P=batch.min_p is not None, **shapes, enable_fp_fusion=False,
         )  # fmt: skip
     _pick[(rows,)](
         logits, best, best_at, total, mass, batch.temperature, batch.seeds, batch.positions, min_p, tokens, logprobs,
         logits.stride(0), vocab, chunks, IS_GREEDY=batch.is_all_greedy, HAS_MIN_P=batch.min_p is not None, **shapes,
+        enable_fp_fusion=False,  # a row's bits do not depend on what others ask for
     )  # fmt: skip
     return tokens, logprobs
 

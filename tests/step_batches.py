@@ -1,7 +1,9 @@
 """Build StepBatch and AttentionBatch by hand, with shuffled blocks: the tests' stand-in for the scheduler."""
 
+import dataclasses
 import random
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 
@@ -9,6 +11,16 @@ from engine.batch import StepBatch, StepSize
 from kernels.api import AttentionBatch
 
 BLOCK_SIZE = 4
+
+Batch = TypeVar("Batch", AttentionBatch, StepBatch)
+
+
+def move_batch(batch: Batch, device: torch.device) -> Batch:
+    """The same step on another device."""
+    values = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    moved = {name: value.to(device) for name, value in values.items() if isinstance(value, torch.Tensor)}
+    inner = {name: move_batch(value, device) for name, value in values.items() if isinstance(value, AttentionBatch)}
+    return dataclasses.replace(batch, **moved, **inner)
 
 
 def block_tables(num_tokens: Sequence[int], *, seed: int = 0, block_size: int = BLOCK_SIZE) -> list[list[int]]:

@@ -1,49 +1,73 @@
 """With batch-invariant kernels a row's logits have the same bits, whatever else is computed and however it is cut."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from engine.models.decoder import Decoder
 from engine.weights import load_model
-from kernels.invariant import InvariantKernels
+from kernels.select import select_kernels
 from schemas.errors import SettingsError
 from schemas.model_files import ModelFiles
 from schemas.records import Completion, ModelRef, Request, Sampling
 from tests.engine.fakes import run_all
 from tests.engine.test_decoder import random_ids
 from tests.engine.test_parity import make_engine, random_prompts
-from tests.step_batches import BLOCK_SIZE, block_tables, step_batch
+from tests.step_batches import BLOCK_SIZE, block_tables, move_batch, step_batch
 from tests.tiny_models import VOCAB_SIZE, write_tiny_model
 
-CPU = torch.device("cpu")
+on_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 LENGTH, NUM_SHARED = 75, 40  # of the request that is looked at, more than a split of keys; tokens of a prefix hit
 
 MODELS = [
-    ("smollm2", "float32"),
-    ("mistral", "float32"),
-    ("qwen3_moe", "float32"),
-    ("deepseek_v2_lite", "float32"),
-    ("deepseek_v3", "bfloat16"),
+    ("smollm2", "float32", "cpu"),
+    ("mistral", "float32", "cpu"),
+    ("qwen3_moe", "float32", "cpu"),
+    ("deepseek_v2_lite", "float32", "cpu"),
+    ("deepseek_v3", "bfloat16", "cpu"),
+    pytest.param(("qwen3", "bfloat16", "cuda"), marks=on_gpu),
+    pytest.param(("mistral", "float16", "cuda"), marks=on_gpu),
+    pytest.param(("smollm2", "float32", "cuda"), marks=on_gpu),
+    pytest.param(("qwen3_moe", "bfloat16", "cuda"), marks=on_gpu),
+    pytest.param(("deepseek_v2_lite", "bfloat16", "cuda"), marks=on_gpu),
+    pytest.param(("deepseek_v3", "bfloat16", "cuda"), marks=on_gpu),
 ]
 
 
 @pytest.fixture(scope="module", params=MODELS, ids="-".join)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    family, dtype = request.param
-    directory = write_tiny_model(tmp_path_factory.mktemp("model"), family)
+    family, dtype, device_name = request.param
+    directory, device = write_tiny_model(tmp_path_factory.mktemp("model"), family), torch.device(device_name)
+    kernels, _ = select_kernels(device, getattr(torch, dtype), "auto", is_invariant=True)
     ref = ModelRef(name=str(directory), digest="0" * 16, dtype=dtype)
-    loaded = load_model(ModelFiles(directory, "huggingface"), ref, InvariantKernels(CPU, getattr(torch, dtype)), CPU)
+    loaded = load_model(ModelFiles(directory, "huggingface"), ref, kernels, device)
     assert isinstance(loaded, Decoder)
     return loaded
+
+
+def logits_of(
+    model: Decoder,
+    cache: list[torch.Tensor],
+    token_ids: Sequence[Sequence[int]],
+    starts: Sequence[int],
+    tables: Sequence[Sequence[int]],
+    logits_rows: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """Of a step with these runs, computed where the cache lies."""
+    batch = step_batch(token_ids, starts, tables, logits_rows=logits_rows)
+    return model.logits(model.forward(move_batch(batch, cache[0].device), cache))
 
 
 def all_logits(model: Decoder) -> torch.Tensor:
     """Of the request alone, in one step."""
     cache = model.alloc_cache(40, BLOCK_SIZE)
-    batch = step_batch([random_ids(LENGTH, 1)], [0], block_tables([LENGTH]), logits_rows=range(LENGTH))
-    return model.logits(model.forward(batch, cache))
+    return logits_of(model, cache, [random_ids(LENGTH, 1)], [0], block_tables([LENGTH]), range(LENGTH))
 
 
 @pytest.mark.parametrize("batch_size", [2, 37, 256])
@@ -53,11 +77,11 @@ def test_a_prefill_and_a_decode_have_the_same_bits_in_any_batch(model: Decoder, 
     rows = [*others[:place], ids, *others[place:]]
     tables = block_tables([len(row) for row in rows], seed=batch_size)
     cache = model.alloc_cache(sum(map(len, tables)) + 1, BLOCK_SIZE)
-    prefill = model.forward(step_batch([row[:-1] for row in rows], [0] * len(rows), tables), cache)
-    decode = model.forward(step_batch([row[-1:] for row in rows], [len(row) - 1 for row in rows], tables), cache)
+    prefill = logits_of(model, cache, [row[:-1] for row in rows], [0] * len(rows), tables)
+    decode = logits_of(model, cache, [row[-1:] for row in rows], [len(row) - 1 for row in rows], tables)
     expected = all_logits(model)
-    assert torch.equal(model.logits(prefill)[place], expected[-2])
-    assert torch.equal(model.logits(decode)[place], expected[-1])
+    assert torch.equal(prefill[place], expected[-2])
+    assert torch.equal(decode[place], expected[-1])
 
 
 @pytest.mark.parametrize("sizes", [(7, 1, 33, 16, 9, 9), (63, 1, 1, 1, 9)])
@@ -65,7 +89,7 @@ def test_chunks_of_any_size_have_the_same_bits(model: Decoder, sizes: tuple[int,
     ids, tables, expected = random_ids(LENGTH, 1), block_tables([LENGTH], seed=3), all_logits(model)
     cache, start = model.alloc_cache(40, BLOCK_SIZE), 0
     for size in sizes:
-        logits = model.logits(model.forward(step_batch([ids[start : start + size]], [start], tables), cache))
+        logits = logits_of(model, cache, [ids[start : start + size]], [start], tables)
         start += size
         assert torch.equal(logits[0], expected[start - 1])
 
@@ -75,14 +99,24 @@ def test_a_prefix_that_another_row_computed_has_the_same_bits(model: Decoder) ->
     table, other = block_tables([LENGTH, NUM_SHARED + 9])
     table[: NUM_SHARED // BLOCK_SIZE] = other[: NUM_SHARED // BLOCK_SIZE]
     cache = model.alloc_cache(40, BLOCK_SIZE)
-    model.forward(step_batch([ids[:NUM_SHARED] + random_ids(9, 5)], [0], [other], logits_rows=[]), cache)
-    got = model.forward(step_batch([ids[NUM_SHARED:]], [NUM_SHARED], [table]), cache)
-    assert torch.equal(model.logits(got)[0], all_logits(model)[-1])
+    logits_of(model, cache, [ids[:NUM_SHARED] + random_ids(9, 5)], [0], [other])
+    got = logits_of(model, cache, [ids[NUM_SHARED:]], [NUM_SHARED], [table])
+    assert torch.equal(got[0], all_logits(model)[-1])
 
 
-@pytest.mark.parametrize("family", ["smollm2", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("family", "where"),
+    [
+        ("smollm2", {}),
+        ("deepseek_v3", {}),
+        *(
+            pytest.param(family, {"device": "cuda", "dtype": "bfloat16"}, marks=on_gpu)
+            for family in ("qwen3", "qwen3_moe", "deepseek_v2_lite")
+        ),
+    ],
+)
 def test_an_engine_draws_the_same_alone_and_in_chunks_with_prefix_hits_and_preemption(
-    tmp_path: Path, family: str
+    tmp_path: Path, family: str, where: dict[str, Any]
 ) -> None:
     name = str(write_tiny_model(tmp_path, family))
     prompts = random_prompts([1 + (i * 13) % 50 for i in range(37)], VOCAB_SIZE, shared=40)
@@ -95,13 +129,12 @@ def test_an_engine_draws_the_same_alone_and_in_chunks_with_prefix_hits_and_preem
         )
         for i, ids in enumerate(prompts)
     ]
-    crowded = make_engine(
-        name, 128, 200, deterministic=True, block_size=8, max_num_seqs=16, max_num_batched_tokens=48, num_threads=1
-    )
+    settings = {"deterministic": True, "block_size": 8, "num_threads": 1, **where}
+    crowded = make_engine(name, 128, 200, max_num_seqs=16, max_num_batched_tokens=48, **settings)
     together = run_all(crowded, requests)
     assert crowded.stats.num_preemptions
     assert crowded.stats.num_cached_tokens
-    roomy = make_engine(name, 128, deterministic=True, block_size=8, prefix_cache=False, num_threads=1)
+    roomy = make_engine(name, 128, prefix_cache=False, max_num_seqs=4, **settings)
     for request in requests[::12]:
         assert drawn(run_all(roomy, [request])[request.request_id]) == drawn(together[request.request_id])
 

@@ -19,11 +19,17 @@ NEAR_TIE = 1e-3
 
 
 def make_engine(
-    name: str, max_model_len: int, num_tokens: int = 0, *, deterministic: bool = False, **settings: Any
+    name: str,
+    max_model_len: int,
+    num_tokens: int = 0,
+    *,
+    dtype: str = "float32",
+    deterministic: bool = False,
+    **settings: Any,
 ) -> Engine:
-    """A real engine in fp32; ``num_tokens`` limits its KV cache."""
-    ref = model_ref(name, dtype="float32", max_model_len=max_model_len, deterministic=deterministic)
-    resolved = EngineSettings(device="cpu", **({"block_size": 16} | settings))
+    """A real engine, on the CPU unless ``settings`` say otherwise; ``num_tokens`` limits its KV cache."""
+    ref = model_ref(name, dtype=dtype, max_model_len=max_model_len, deterministic=deterministic)
+    resolved = EngineSettings(**({"device": "cpu", "block_size": 16} | settings))
     parts = load_parts(ref, resolved)
     if num_tokens:
         size_bytes = num_tokens // resolved.block_size * parts.model.cache_bytes_per_block(resolved.block_size)

@@ -46,7 +46,7 @@ def test_auto_falls_back_and_says_why_but_a_name_does_not(monkeypatch: pytest.Mo
         select_kernels(CPU, torch.float32, "fast")
 
 
-def test_only_the_reference_is_batch_invariant() -> None:
+def test_the_reference_is_batch_invariant_on_a_cpu() -> None:
     for wanted in ("auto", "reference", "torch"):
         kernels, (choice,) = select_kernels(CPU, torch.float32, wanted, is_invariant=True)
         assert (kernels.name, choice.backend) == ("invariant", "invariant")

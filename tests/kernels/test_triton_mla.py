@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kernels.api import AttentionBatch
 from kernels.reference import ReferenceKernels
-from tests.step_batches import attention_batch, block_tables
+from tests.step_batches import attention_batch, block_tables, move_batch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -30,13 +30,6 @@ def make_batch(starts: list[int], query_lens: list[int], block_size: int, num_sh
         table[:count] = tables[0][:count]
     batch = attention_batch(starts, query_lens, tables, block_size)
     return dataclasses.replace(move_batch(batch, DEVICE), host_table=batch.block_table.numpy())
-
-
-def move_batch(batch: AttentionBatch, device: torch.device) -> AttentionBatch:
-    """The same step on another device."""
-    values = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-    moved = {name: value.to(device) for name, value in values.items() if isinstance(value, torch.Tensor)}
-    return dataclasses.replace(batch, **moved)
 
 
 SHAPES = [(16, 128, 64, 128, 512), (128, 128, 64, 128, 512)] if HAS_GPU else [(16, 16, 16, 16, 32), (3, 12, 8, 20, 24)]

@@ -122,9 +122,26 @@ def labelling(settings: tuple[str, ...], commit: str | None, **options: Any) -> 
     from ops.bench.labelling import LabellingBench, run_labelling_bench
 
     configure_logging("WARNING")
-    pairs = [setting.partition("=") for setting in settings]
-    bench = LabellingBench(engine={name: json.loads(value) for name, _, value in pairs}, **options)
+    bench = LabellingBench(engine=_engine_fields(settings), **options)
     for line in run_labelling_bench(bench, commit):
+        click.echo(line)
+
+
+@main.command()
+@click.option("--shape", type=click.Choice(list(SHAPES)), default="Qwen3-0.6B", show_default=True)
+@click.option("--workload", "workloads", type=click.Choice(WORKLOADS), multiple=True, default=("free", "extract"))
+@click.option("--repeats", default=1, show_default=True, type=click.IntRange(min=1))
+@click.option("--questions", default=DEFAULT_QUESTIONS, type=click.Path(path_type=Path), help="banking77.parquet.")
+@click.option("--tokenizer", type=click.Path(path_type=Path, exists=True), help="Default: the demo model's.")
+@click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="An engine setting, as JSON.")
+@click.option("--commit", help="Recorded with the result where this machine has no checkout.")
+def deterministic(settings: tuple[str, ...], commit: str | None, **options: Any) -> None:
+    """What --deterministic costs, and whether answers then still depend on their batch."""
+    from ops.bench.deterministic import DeterministicBench, run_deterministic_bench
+
+    configure_logging("WARNING")
+    bench = DeterministicBench(engine=_engine_fields(settings), **options)
+    for line in run_deterministic_bench(bench, commit):
         click.echo(line)
 
 
@@ -176,6 +193,11 @@ def gpu_tests(commit: str | None, processes: int) -> None:
     for line in lines:
         click.echo(line)
     sys.exit(1 if outcome.failed else 0)
+
+
+def _engine_fields(settings: tuple[str, ...]) -> dict[str, Any]:
+    """NAME=VALUE by name, VALUE read as JSON."""
+    return {name: json.loads(value) for name, _, value in (setting.partition("=") for setting in settings)}
 
 
 def _settings() -> Settings:

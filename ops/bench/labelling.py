@@ -76,7 +76,7 @@ def _measure(
             llm.generate(workload.prompts[:WARM_UP_ROWS], params[:WARM_UP_ROWS])
             start = time.perf_counter()
             done = llm.generate(workload.prompts, params)
-            runs.append(_run(repeat, time.perf_counter() - start, done, workload))
+            runs.append(run_of("nightmill", repeat, time.perf_counter() - start, done, workload))
             kernels = llm.hello.kernels
     medians = {name: each.median for name, each in summarise(runs)["nightmill"].items()}
     rows = [RowWork(each.num_prompt_tokens, each.num_cached_tokens, len(each.token_ids)) for each in done]
@@ -112,13 +112,14 @@ def sampling_params(workload: Workload) -> list[SamplingParams]:
     return [by_budget[budget] for budget in workload.max_tokens]
 
 
-def _run(repeat: int, seconds: float, done: list[Completion], workload: Workload) -> Run:
+def run_of(system: str, repeat: int, seconds: float, done: list[Completion], workload: Workload) -> Run:
+    """A timed pass whose completions the independent validator counts."""
     num_valid = len(done)
     if workload.schema:
         validator = make_validator(load_constraint(ConstraintKind.JSON_SCHEMA, workload.schema))
         num_valid = sum(validator.check(completion.text)[1] is None for completion in done)
     return Run(
-        system="nightmill",
+        system=system,
         repeat=repeat,
         seconds=seconds,
         num_rows=len(done),

@@ -27,7 +27,7 @@ from torch import Tensor
 from engine.closing import Closer, Closing, make_closer
 from engine.grammar_files import GrammarFiles
 from engine.guidance import GuidanceCompiler, GuidanceGrammar, GuidanceMasks, GuidanceMatcher
-from engine.masks import MaskTable
+from engine.masks import Masks, MaskTable
 from engine.states import SharedMatcher, SharedStates
 from engine.types import Matcher
 from engine.vocabulary import Vocabulary, Words, pack_bits
@@ -54,6 +54,8 @@ MIN_KEPT_S = 0.05
 """Grammars that compile faster are not worth a file."""
 FILE_VERSION = 1
 """Of how a constraint is compiled: options, dialects. The library's own version and the vocabulary count besides."""
+MIN_THREADED = 32
+"""Masks of one step from which on threads fill them; waking threads takes as long as a few masks."""
 CHARS_PER_CONSTRAINT = 1024  # beside its source: the key, the tables, an error
 
 
@@ -175,11 +177,16 @@ class Grammars:
         """Sleep until a compile has ended, at most ``timeout_s``."""
         self._has_result.wait(timeout_s)
 
-    def fill(self, matchers: Seq[SharedMatcher | None]) -> Tensor | None:
-        """Masks of the next token, int32 [L, W] on the device, all ones where a row is free; None if all are."""
+    def fill(self, matchers: Seq[SharedMatcher | None]) -> Masks | None:
+        """See MaskTable.fill."""
         return self._masks.fill(matchers)
 
     def _fill_native(self, matchers: list[Matcher], filled: Tensor) -> None:
+        if len(matchers) < MIN_THREADED:
+            for row, matcher in enumerate(matchers):
+                assert isinstance(matcher, GrammarMatcher | GuidanceMatcher), "there are two grammar engines"
+                matcher.fill(filled, row)
+            return
         native = {row: m.native for row, m in enumerate(matchers) if isinstance(m, GrammarMatcher)}
         self._batch.batch_fill_next_token_bitmask(list(native.values()), filled, list(native))
         self._guidance.fill({row: m for row, m in enumerate(matchers) if isinstance(m, GuidanceMatcher)}, filled)
@@ -198,7 +205,7 @@ class Grammars:
             self._errors[key] = f"the {kind} constraint cannot be compiled: {_first_line(result)}"
             return
         grammar, closer = result
-        states = SharedStates(partial(self._start, self._constraints[key], grammar), closer)
+        states = SharedStates(partial(self._start, self._constraints[key], grammar), self._end_token_ids, closer)
         self._compiled[key] = Compiled(grammar, states, closer)
         self._num_compiled_bytes += grammar.memory_size_bytes
         while len(self._compiled) > 1 and self._num_compiled_bytes > CACHE_BYTES:
@@ -310,9 +317,13 @@ class GrammarMatcher:
         longer = self._vocabulary.longer_than(token_id)
         return longer is not None and self._allows_any(longer)
 
+    def fill(self, masks: Tensor, row: int) -> None:
+        """Write the mask of the next token into a row of int32 [L, W] on the host."""
+        self.native.fill_next_token_bitmask(masks, row)
+
     def _allows_any(self, words: Words) -> bool:
         bitmask = torch.empty((1, len(words)), dtype=torch.int32)
-        self.native.fill_next_token_bitmask(bitmask)
+        self.fill(bitmask, 0)
         return bool(np.any(bitmask.numpy()[0] & words))
 
 

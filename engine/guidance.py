@@ -11,6 +11,7 @@ from collections.abc import Sequence as Seq
 
 import llguidance
 import numpy as np
+import torch
 from torch import Tensor
 
 from engine.vocabulary import Vocabulary, Words, pack_bits
@@ -74,9 +75,9 @@ class GuidanceMasks:
     def fill(self, matchers: Mapping[int, GuidanceMatcher], masks: Tensor) -> None:
         """Write masks of the next token into rows of ``masks``, int32 [L, W] on the host; all zeros in a dead end."""
         for row, matcher in matchers.items():
-            if matcher.is_terminated or matcher.native.is_error():
+            if matcher.is_dead:
                 masks[row] = 0
-        live = [(m.native, row) for row, m in matchers.items() if not (m.is_terminated or m.native.is_error())]
+        live = [(m.native, row) for row, m in matchers.items() if not m.is_dead]
         if live:
             num_rows, num_words = masks.shape
             self._executor.unsafe_compute_mask_ptr(live, masks.data_ptr(), num_words * 4, num_rows)
@@ -150,9 +151,20 @@ class GuidanceMatcher:
         longer = self._vocabulary.longer_than(token_id)
         return longer is not None and self._allows_any(longer)
 
+    @property
+    def is_dead(self) -> bool:
+        """Whether no token is allowed."""
+        return self.is_terminated or bool(self.native.is_error())
+
+    def fill(self, masks: Tensor, row: int) -> None:
+        """Write the mask of the next token into a row of int32 [L, W] on the host."""
+        mask = masks[row]
+        if self.is_dead:
+            mask.zero_()
+        else:
+            self.native.unsafe_compute_mask_ptr(mask.data_ptr(), mask.nbytes)
+
     def _allows_any(self, words: Words) -> bool:
-        if self.is_terminated or self.native.is_error():
-            return False
-        row = np.empty_like(words)
-        self.native.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-        return bool(np.any(row & words))
+        mask = torch.empty((1, len(words)), dtype=torch.int32)
+        self.fill(mask, 0)
+        return bool(np.any(mask.numpy()[0] & words))

@@ -261,10 +261,10 @@ class Engine:
         if not sequences:
             return Launched([], None)
         started_s = time.perf_counter()
-        bitmask = self._grammars.fill([sequence.matcher for sequence in sequences])  # while the device computes
+        masks = self._grammars.fill([sequence.matcher for sequence in sequences])  # while the device computes
         self.stats.mask_s += time.perf_counter() - started_s
         branches = launch_branches(logits, sequences)  # before the sampler overwrites the logits
-        draw = self._sampler.sample(logits, sequences, bitmask)
+        draw = self._sampler.sample(logits, sequences, masks)
         for row, sequence in enumerate(sequences):
             sequence.draw_row = row
             sequence.num_in_flight += 1

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.device import to_device
+from engine.masks import Masks
 from engine.types import Sequence
 from kernels.api import Kernels, SamplingBatch
 
@@ -24,14 +25,11 @@ class Sampler:
         self._device = device
 
     @torch.inference_mode()
-    def sample(self, logits: Tensor, sequences: Seq[Sequence], bitmask: Tensor | None) -> Draw:
-        """Launch the draw of a token for each row of float32 ``logits`` [L, V], which is overwritten.
-
-        ``bitmask`` is int32 [L, W], or None if no row is constrained.
-        """
+    def sample(self, logits: Tensor, sequences: Seq[Sequence], masks: Masks | None) -> Draw:
+        """Launch the draw of a token for each row of float32 ``logits`` [L, V], which is overwritten."""
         apply_repetition_penalty(logits, sequences)
-        if bitmask is not None:
-            self._kernels.apply_token_bitmask(logits, bitmask)
+        if masks is not None:
+            self._kernels.apply_token_bitmask(logits, *masks)
         golden = find_golden(logits, sequences)
         tokens, logprobs = self._kernels.sample(logits, build_sampling_batch(sequences, self._device))
         if golden is not None:

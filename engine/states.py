@@ -1,8 +1,8 @@
 """States of a grammar that rows share: what one row finds out about a state, the next ones need not ask.
 
-A state is known by the tokens that lead to it. Rows of one job pass through the same first ones; in free text they
-part: from there on a row has a native matcher of its own, and shares only masks, with the rows at its place in the
-language. Knows no grammar engine; of a mask, where it is kept.
+A state is a place in the grammar's language, where places are followed: texts that lead to it go on alike. Elsewhere it
+is the tokens that lead to it, and once rows part it is one row's alone. A row asks a native matcher of its own only for
+what no row has found out. Knows no grammar engine; of a mask, where it is kept.
 """
 
 from __future__ import annotations
@@ -14,8 +14,13 @@ from engine.types import Ids, Matcher
 
 MAX_STATES = 2**14
 """Of one grammar."""
+MAX_EDGES = 2**16
+"""Tokens of one grammar that are kept with the state they lead to: a look-up instead of a walk."""
 MIN_VISITS = 2
-"""A state's continuations are kept once a second row is there, or where only one is possible."""
+"""Where places are not followed, a state is kept if it is the only one to follow, or for a second row."""
+
+NO_ROW, ALLOWS_ALL, ALLOWS_NONE = -1, 0, 1
+"""Rows of the table of masks."""
 
 
 class Places(Protocol):
@@ -28,194 +33,187 @@ class Places(Protocol):
         """The place after one more token; None if it is not known."""
 
 
-class Spot:
-    """Where rows share a mask; ``mask`` is its row in the table of masks, 0 while it has none."""
-
-    __slots__ = ("mask", "num_visits")
-
-    def __init__(self) -> None:
-        self.num_visits = 0
-        self.mask = 0
-
-
-class State(Spot):
+class State:
     """A state with what is known about it."""
 
     __slots__ = (
+        "allowed",
+        "can_end",
         "children",
         "forced",
         "is_at_end",
+        "is_kept",
         "is_terminated",
         "longer",
         "memo",
-        "parent",
-        "token",
+        "num_visits",
+        "place",
+        "row",
     )
 
-    def __init__(self, parent: State | None, token: int, is_terminated: bool) -> None:
-        super().__init__()
-        self.parent = parent
-        self.token = token
-        self.is_terminated = is_terminated
+    def __init__(self, place: Any = None, *, is_kept: bool = False) -> None:
+        self.place = place
+        self.is_kept = is_kept  # else one row alone is here
         self.children: dict[int, State] = {}
-        self.memo: dict[Ids, Ids] = {}
-        self.forced: str | None = None
+        self.num_visits = 0  # of rows that found no child
+        self.row = NO_ROW  # of its mask in the table, ...
+        self.allowed: bytes | None = None  # ... and the bits of it
+        self.is_terminated = False
+        self.can_end: bool | None = None
         self.is_at_end: bool | None = None
+        self.forced: str | None = None
         self.longer: dict[int, bool] = {}
+        self.memo: dict[Ids, Ids] = {}
 
-    @property
-    def path(self) -> list[int]:
-        """The tokens that lead here."""
-        tokens, state = [], self
-        while state.parent is not None:
-            tokens.append(state.token)
-            state = state.parent
-        return tokens[::-1]
+    @classmethod
+    def last(cls, *, is_terminated: bool) -> State:
+        """A state that nothing follows."""
+        state = cls(is_kept=is_terminated)
+        state.row, state.allowed, state.forced = ALLOWS_NONE, b"", ""
+        state.is_terminated = state.can_end = state.is_at_end = is_terminated
+        return state
+
+    def allows(self, token_id: int) -> bool:
+        """What the mask says; only where there is one."""
+        assert self.allowed is not None, "a mask is asked once it is filled"
+        place = token_id >> 3
+        return place < len(self.allowed) and bool(self.allowed[place] >> (token_id & 7) & 1)
 
 
 class SharedStates:
     """The states of one grammar; ``start`` makes a native matcher, ``places`` follow its language if they can."""
 
-    def __init__(self, start: Callable[[], Matcher], places: Places | None = None) -> None:
+    def __init__(
+        self, start: Callable[[], Matcher], end_token_ids: frozenset[int], places: Places | None = None
+    ) -> None:
         self.start = start
-        self.places = places
-        self.root = State(None, -1, is_terminated=False)
+        self.root = State(places.first() if places else None, is_kept=True)
         self.num_states = 1
-        self._spots: dict[Hashable, Spot] = {}
+        self._end_token_ids = end_token_ids
+        self._terminated = State.last(is_terminated=True)
+        self._places = places
+        self._by_place: dict[Hashable, State] = {self.root.place: self.root}
+        self._num_edges = 0
 
-    def add(self, parent: State, token: int, is_terminated: bool) -> State:
-        """Keep the state after ``token``."""
-        self.num_states += 1
-        child = parent.children[token] = State(parent, token, is_terminated)
+    def after(self, state: State, token_id: int, *, is_kept: bool) -> State:
+        """The state after a token that is allowed; ``is_kept``: rows shall find it, even if its place is not known."""
+        if token_id in self._end_token_ids:
+            child = self._terminated
+        elif (place := self._place_after(state, token_id)) is None:
+            child = self._add(None) if is_kept else State()
+        else:
+            child = self._by_place.get(place) or self._add(place)
+        if state.is_kept and child.is_kept and self._num_edges < MAX_EDGES:
+            state.children[token_id] = child
+            self._num_edges += 1
         return child
 
-    def place_of(self, tokens: list[int]) -> Hashable:
-        """The place after these tokens; None if it is not known."""
-        place = self.places.first() if self.places else None
-        for token in tokens:
-            place = self.after(place, token)
-        return place
+    def _place_after(self, state: State, token_id: int) -> Hashable:
+        return None if self._places is None or state.place is None else self._places.after(state.place, token_id)
 
-    def after(self, place: Hashable, token: int) -> Hashable:
-        """The place after one more token; None if either is not known."""
-        return self.places.after(place, token) if self.places and place is not None else None
-
-    def spot(self, place: Hashable) -> Spot | None:
-        """What rows at a place share, one more of them being there; None where nothing more is kept."""
-        spot = self._spots.get(place)
-        if spot is None:
-            if place is None or len(self._spots) >= MAX_STATES:
-                return None
-            spot = self._spots[place] = Spot()
-        spot.num_visits += 1
-        return spot
+    def _add(self, place: Hashable) -> State:
+        if self.num_states >= MAX_STATES:
+            return State(place)
+        self.num_states += 1
+        state = State(place, is_kept=True)
+        if place is not None:
+            self._by_place[place] = state
+        return state
 
 
 class SharedMatcher:
-    """Implements Matcher, for one row: in a shared state, or from some token on with a native matcher alone."""
+    """Implements Matcher, for one row."""
 
     def __init__(self, states: SharedStates) -> None:
+        self.state = states.root
         self._states = states
+        self._passed: list[State] = []  # before each ...
+        self._tokens: list[int] = []  # ... of these
         self._native: Matcher | None = None
-        self._native_at: State | None = None  # where the native matcher stands, while there is a state
-        self._passed: list[Hashable] = []  # places since the row has no state
-        self.state: State | None = states.root
-        states.root.num_visits += 1
-
-    def spot(self) -> Spot | None:
-        """Where this row may share a mask."""
-        return self.state or self._states.spot(self._last_place)
+        self._num_native = 0  # tokens that it has accepted
 
     @property
-    def _last_place(self) -> Hashable:
-        return self._passed[-1] if self._passed else None
+    def native(self) -> Matcher | None:
+        """A native matcher in this state, for this row alone; None where it refuses to come: nothing follows then.
+
+        It would be a fault of the places, and costs this row alone.
+        """
+        native = self._native = self._native or self._states.start()
+        for token_id in self._tokens[self._num_native :]:
+            if not native.accept(token_id):
+                self.state = State.last(is_terminated=False)
+                return None
+            self._num_native += 1
+        return native
 
     @property
-    def native(self) -> Matcher:
-        """A native matcher in this state, for this row alone."""
-        if self._native is None or self._native_at is not self.state:
-            assert self.state is not None, "a row without a state has a matcher"
-            self._native, self._native_at = self._states.start(), self.state
-            for token in self.state.path:
-                self._native.accept(token)
-        return self._native
-
-    @property
-    def memo(self) -> dict[Ids, Ids] | None:
+    def memo(self) -> dict[Ids, Ids]:
         """See Matcher.memo."""
-        return self.state.memo if self.state else None
+        return self.state.memo
 
     @property
     def is_terminated(self) -> bool:
         """See Matcher.is_terminated."""
-        return self.state.is_terminated if self.state else self.native.is_terminated
+        return self.state.is_terminated
 
     def accept(self, token_id: int) -> bool:
         """See Matcher.accept."""
-        state = self.state
-        if state is not None and (child := state.children.get(token_id)) is not None:
-            child.num_visits += 1
-            self.state = child
-            return True
-        native = self.native
-        is_kept = state is not None and self._keeps(state)
-        if not native.accept(token_id):
+        child = self.state.children.get(token_id) or self._find(token_id)
+        if child is None:
             return False
-        if state is None:
-            self._pass(self._last_place, token_id)
-            return True
-        self.state = self._states.add(state, token_id, native.is_terminated) if is_kept else None
-        self._native_at = self.state
-        if self.state:
-            self.state.num_visits += 1
-        else:
-            self._pass(self._states.place_of(state.path), token_id)
+        self._passed.append(self.state)
+        self._tokens.append(token_id)
+        self.state = child
         return True
-
-    def _pass(self, place: Hashable, token_id: int) -> None:
-        self._passed.append(None if self.native.is_terminated else self._states.after(place, token_id))
 
     def rollback(self, num_tokens: int) -> None:
         """See Matcher.rollback."""
-        if self.state is None:
-            self.native.rollback(num_tokens)
-            del self._passed[-num_tokens:]
+        if num_tokens == 0:
             return
-        for _ in range(num_tokens):
-            assert self.state.parent is not None, "no more can be taken back than was accepted"
-            self.state.num_visits -= 1
-            self.state = self.state.parent
+        self.state = self._passed[-num_tokens]
+        del self._passed[-num_tokens:], self._tokens[-num_tokens:]
+        if self._native and (num_ahead := self._num_native - len(self._tokens)) > 0:
+            self._native.rollback(num_ahead)
+            self._num_native -= num_ahead
 
     def can_end(self) -> bool:
         """See Matcher.can_end."""
-        return self.native.can_end()
+        if self.state.can_end is None and (native := self.native):
+            self.state.can_end = native.can_end()
+        return bool(self.state.can_end)
 
     def is_at_end(self) -> bool:
         """See Matcher.is_at_end."""
-        if self.state is None:
-            return self.native.is_at_end()
-        if self.state.is_at_end is None:
-            self.state.is_at_end = self.native.is_at_end()
-        return self.state.is_at_end
+        if self.state.is_at_end is None and (native := self.native):
+            self.state.is_at_end = native.is_at_end()
+        return bool(self.state.is_at_end)
 
     def forced_text(self) -> str:
         """See Matcher.forced_text."""
-        if self.state is None:
-            return self.native.forced_text()
-        if self.state.forced is None:
-            self.state.forced = self.native.forced_text()
-        return self.state.forced
+        if self.state.forced is None and (native := self.native):
+            self.state.forced = native.forced_text()
+        return self.state.forced or ""
 
     def allows_longer(self, token_id: int) -> bool:
         """See Matcher.allows_longer."""
-        if self.state is None:
-            return self.native.allows_longer(token_id)
-        if token_id not in self.state.longer:
-            self.state.longer[token_id] = self.native.allows_longer(token_id)
-        return self.state.longer[token_id]
+        if token_id not in self.state.longer and (native := self.native):
+            self.state.longer[token_id] = native.allows_longer(token_id)
+        return self.state.longer.get(token_id, False)
+
+    def _find(self, token_id: int) -> State | None:
+        """The state after a token that no row drew here before; None if the grammar does not allow it."""
+        state = self.state
+        if state.allowed is not None:
+            return self._states.after(state, token_id, is_kept=self._keeps(state)) if state.allows(token_id) else None
+        is_kept, native = self._keeps(state), self.native
+        if native is None or not native.accept(token_id):
+            return None
+        self._num_native += 1
+        return self._states.after(state, token_id, is_kept=is_kept)
 
     def _keeps(self, state: State) -> bool:
-        """Whether what follows ``state``, where this row stands, becomes a shared state."""
-        if self._states.num_states >= MAX_STATES:
+        """Whether what follows ``state``, where this row stands, is kept even if its place is not known."""
+        if state.place is not None or not state.is_kept:
             return False
+        state.num_visits += 1
         return state.num_visits >= MIN_VISITS or bool(self.forced_text())

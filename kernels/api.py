@@ -242,8 +242,11 @@ class Kernels(Protocol):
         nothing. A row's result does not depend on others.
         """
 
-    def apply_token_bitmask(self, logits: Tensor, bitmask: Tensor) -> None:
-        """Set logits [L, V] to -inf, in place, where bit v % 32 of word v // 32 of ``bitmask`` int32 [L, W] is 0."""
+    def apply_token_bitmask(self, logits: Tensor, bitmask: Tensor, rows: Tensor) -> None:
+        """Set logits [L, V] to -inf, in place, where bit v % 32 of word v // 32 of ``bitmask[rows[l]]`` is 0.
+
+        ``bitmask`` int32 [R, W], ``rows`` int32 [L]. Many rows of logits may name one row of ``bitmask``.
+        """
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
         """Draw one token per row of float32 logits [L, V]: (tokens int64 [L], logprobs float32 [L]).

@@ -228,9 +228,10 @@ class ReferenceKernels:
         inner = self.silu_mul(self.grouped_linear(_rounded(x, packed)[rows.sources], packed.gate_up, rows))
         return combine(self.grouped_linear(_rounded(inner, packed), packed.down, rows), weights, rows)
 
-    def apply_token_bitmask(self, logits: Tensor, bitmask: Tensor) -> None:
+    def apply_token_bitmask(self, logits: Tensor, bitmask: Tensor, rows: Tensor) -> None:
         """See Kernels.apply_token_bitmask."""
-        is_forbidden = _forbidden_tokens(bitmask, logits.shape[-1], logits.device)
+        used, places = rows.unique(return_inverse=True)
+        is_forbidden = _forbidden_tokens(bitmask[used], logits.shape[-1], logits.device)[places]
         if logits.device.type == "cpu" and logits.dtype == torch.float32:  # real masks are long runs: 10 times faster
             np.copyto(logits.numpy(), -np.inf, where=is_forbidden.numpy())
         else:

@@ -173,9 +173,9 @@ class TritonKernels(ReferenceKernels):
             inner = round_rows(inner)
         return triton_moe.combine(triton_moe.grouped_linear(inner, packed.down, rows, tiling), weights, rows)
 
-    def apply_token_bitmask(self, logits: Tensor, bitmask: Tensor) -> None:
+    def apply_token_bitmask(self, logits: Tensor, bitmask: Tensor, rows: Tensor) -> None:
         """See Kernels.apply_token_bitmask."""
-        triton_sampling.apply_token_bitmask(logits, bitmask)
+        triton_sampling.apply_token_bitmask(logits, bitmask, rows)
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
         """See Kernels.sample; batches with top-k or top-p are left to the reference."""

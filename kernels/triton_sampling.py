@@ -10,12 +10,12 @@ from kernels.api import SamplingBatch
 BLOCK = 4096
 
 
-def apply_token_bitmask(logits: Tensor, bitmask: Tensor) -> None:
+def apply_token_bitmask(logits: Tensor, bitmask: Tensor, rows: Tensor) -> None:
     """See Kernels.apply_token_bitmask."""
-    rows, vocab = logits.shape
-    if rows:
-        grid = (rows, triton.cdiv(vocab, BLOCK))
-        _apply_bitmask[grid](logits, bitmask, logits.stride(0), bitmask.stride(0), vocab, BLOCK=BLOCK)
+    num_rows, vocab = logits.shape
+    if num_rows:
+        grid = (num_rows, triton.cdiv(vocab, BLOCK))
+        _apply_bitmask[grid](logits, bitmask, rows, logits.stride(0), bitmask.stride(0), vocab, BLOCK=BLOCK)
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
@@ -46,10 +46,10 @@ def sample(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
-def _apply_bitmask(logits, bitmask, logits_stride, mask_stride, vocab, BLOCK: tl.constexpr):
+def _apply_bitmask(logits, bitmask, rows, logits_stride, mask_stride, vocab, BLOCK: tl.constexpr):
     row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < vocab
-    words = tl.load(bitmask + row * mask_stride + columns // 32, mask=inside, other=-1)
+    words = tl.load(bitmask + tl.load(rows + row).to(tl.int64) * mask_stride + columns // 32, mask=inside, other=-1)
     is_banned = ((words >> (columns % 32)) & 1) == 0
     tl.store(logits + row * logits_stride + columns, float("-inf"), mask=inside & is_banned)
 

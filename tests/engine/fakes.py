@@ -184,6 +184,14 @@ def make_sequence(token_ids: Iterable[int], *, sampling: Sampling | None = None,
     return Sequence(request, tokens, len(tokens), sampling.max_tokens)
 
 
+def allowed_tokens(grammars: Grammars, matchers: list[SharedMatcher | None]) -> list[set[int]]:
+    """What the masks of a batch allow each row."""
+    masks = grammars.fill(matchers)
+    assert masks is not None
+    bits = np.unpackbits(masks.bits[masks.rows].numpy().view(np.uint8), axis=1, bitorder="little")
+    return [set(np.flatnonzero(row).tolist()) for row in bits]
+
+
 def start_matcher(grammars: Grammars, constraint: Constraint) -> SharedMatcher:
     """A matcher at the start of a constraint, once it is compiled."""
     grammars.add(constraint)

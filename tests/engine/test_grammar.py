@@ -5,14 +5,13 @@ import json
 import threading
 import time
 
-import numpy as np
 import pytest
 
 from engine.grammar import Grammars
-from engine.types import Matcher
+from engine.states import SharedMatcher
 from schemas.errors import ConstraintError
 from schemas.records import Constraint, ConstraintKind
-from tests.engine.fakes import END, VOCAB_SIZE, byte_tokenizer
+from tests.engine.fakes import END, VOCAB_SIZE, allowed_tokens, byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
 ROUTE = {
@@ -29,6 +28,9 @@ def make_grammars(timeout_s: float = 20.0) -> Grammars:
     )
 
 
+GRAMMARS = make_grammars()
+
+
 def wait_for(grammars: Grammars, *keys: str, deadline_s: float = 60.0) -> None:
     """Poll until all keys have ended."""
     missing, end = set(keys), time.monotonic() + deadline_s
@@ -38,8 +40,8 @@ def wait_for(grammars: Grammars, *keys: str, deadline_s: float = 60.0) -> None:
         grammars.wait(0.01)
 
 
-def compile_one(kind: str, source: str, grammars: Grammars | None = None) -> Matcher:
-    grammars = grammars or make_grammars()
+def compile_one(kind: str, source: str, grammars: Grammars | None = None) -> SharedMatcher:
+    grammars = grammars or GRAMMARS
     constraint = Constraint(kind=ConstraintKind(kind), source=source)
     grammars.add(constraint)
     if (matcher := grammars.matcher(constraint.key)) is None:
@@ -49,17 +51,16 @@ def compile_one(kind: str, source: str, grammars: Grammars | None = None) -> Mat
     return matcher
 
 
-def json_matcher(schema: object) -> Matcher:
+def json_matcher(schema: object) -> SharedMatcher:
     return compile_one("json_schema", json.dumps(schema))
 
 
-def allowed(matcher: Matcher) -> set[int]:
-    bitmask = make_grammars().fill([matcher])
-    assert bitmask is not None
-    return set(np.flatnonzero(np.unpackbits(bitmask.numpy().view(np.uint8), bitorder="little")).tolist())
+def allowed(matcher: SharedMatcher, grammars: Grammars = GRAMMARS) -> set[int]:
+    (tokens,) = allowed_tokens(grammars, [matcher])
+    return tokens
 
 
-def accepts(matcher: Matcher, text: str) -> bool:
+def accepts(matcher: SharedMatcher, text: str) -> bool:
     """Whether the whole text may be written, then ended."""
     num_accepted = len(list(itertools.takewhile(matcher.accept, [*text.encode(), END])))
     matcher.rollback(num_accepted)
@@ -105,11 +106,9 @@ def test_ids_beyond_the_tokenizer_are_never_allowed() -> None:
 def test_rows_without_a_matcher_are_free_and_neighbours_do_not_mix() -> None:
     grammars = make_grammars()
     matchers = [compile_one("regex", "a+", grammars), None, compile_one("choice", '["b"]', grammars)]
-    bitmask = grammars.fill(matchers)
-    assert bitmask is not None
-    rows = np.unpackbits(bitmask.numpy().view(np.uint8), axis=1, bitorder="little")
-    assert [np.flatnonzero(row).tolist() for row in rows[[0, 2]]] == [[97], [98]]
-    assert rows[1].all()
+    first, free, last = allowed_tokens(grammars, matchers)
+    assert (first, last) == ({97}, {98})
+    assert len(free) == VOCAB_SIZE
     assert grammars.fill([None, None]) is None
 
 
@@ -230,8 +229,8 @@ def test_equal_constraints_are_compiled_once() -> None:
     second = compile_one("regex", "a+", grammars)
     assert first is not second
     first.accept(97)
-    assert END in allowed(first)
-    assert END not in allowed(second)
+    assert END in allowed(first, grammars)
+    assert END not in allowed(second, grammars)
 
 
 def test_a_required_key_without_a_property_can_and_must_be_written() -> None:
@@ -266,7 +265,7 @@ def test_the_name_of_a_special_token_is_written_as_text_never_as_the_token() -> 
     tokenizer.add_special_tokens({"additional_special_tokens": ["<x>"]})
     grammars = Grammars(tokenizer, vocab_size=VOCAB_SIZE, end_token_ids=frozenset({END}), timeout_s=9, num_threads=1)
     matcher = compile_one("choice", '["<x>"]', grammars)
-    assert allowed(matcher) == {ord("<")}
+    assert allowed(matcher, grammars) == {ord("<")}
     assert accepts(matcher, "<x>")
 
 
@@ -287,10 +286,7 @@ def test_a_choice_of_many_labels_with_shared_starts_is_exact() -> None:
 def test_the_padding_of_a_models_vocabulary_is_never_allowed_and_free_rows_are_left_alone(vocab_size: int) -> None:
     grammars = Grammars(TOKENIZER, vocab_size=vocab_size, end_token_ids=frozenset({END}), timeout_s=20, num_threads=1)
     matcher = compile_one("regex", "[^a]*", grammars)
-    bitmask = grammars.fill([None, matcher])
-    assert bitmask is not None
-    assert bitmask.shape == (2, -(-vocab_size // 32))
-    free, constrained = np.unpackbits(bitmask.numpy().view(np.uint8), axis=1, bitorder="little")
-    assert free.all()
-    assert constrained[:VOCAB_SIZE].sum() > 100
-    assert not constrained[VOCAB_SIZE:].any()
+    free, constrained = allowed_tokens(grammars, [None, matcher])
+    assert free >= set(range(vocab_size))
+    assert 100 < len(constrained) < VOCAB_SIZE
+    assert max(constrained) < VOCAB_SIZE

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from engine.masks import Masks
 from engine.sampler import Sampler, apply_repetition_penalty, build_sampling_batch
 from engine.types import Sequence
 from kernels.reference import ReferenceKernels
@@ -30,11 +31,12 @@ def test_a_row_of_a_mixed_batch_gets_what_it_gets_alone() -> None:
     sampler = Sampler(ReferenceKernels(), CPU)
     sequences = [make(SETTINGS[i % len(SETTINGS)], seed=i) for i in range(40)]
     logits = torch.randn(40, VOCAB_SIZE, generator=torch.Generator().manual_seed(0)) * 3
-    bitmask = torch.full((40, 4), -1, dtype=torch.int32)
-    bitmask[::3, 0] = 0b1010
-    together = sampler.sample(logits.clone(), sequences, bitmask).read()
+    bits = torch.full((2, 4), -1, dtype=torch.int32)
+    bits[1, 0] = 0b1010
+    masks = Masks(bits, (torch.arange(40) % 3 == 0).int())
+    together = sampler.sample(logits.clone(), sequences, masks).read()
     for i, sequence in enumerate(sequences):
-        alone = sampler.sample(logits[i : i + 1].clone(), [sequence], bitmask[i : i + 1]).read()
+        alone = sampler.sample(logits[i : i + 1].clone(), [sequence], Masks(bits, masks.rows[i : i + 1])).read()
         assert alone[0][0] == together[i][0]
         assert alone[0][1] == pytest.approx(together[i][1], abs=1e-5)
 
@@ -42,9 +44,8 @@ def test_a_row_of_a_mixed_batch_gets_what_it_gets_alone() -> None:
 def test_log_probabilities_are_after_the_mask_and_before_temperature() -> None:
     sampler = Sampler(ReferenceKernels(), CPU)
     logits = torch.arange(VOCAB_SIZE, dtype=torch.float32)[None] / 10
-    bitmask = torch.zeros(1, 4, dtype=torch.int32)
-    bitmask[0, 0] = 0b11000
-    ((token, logprob),) = sampler.sample(logits.clone(), [make(Sampling(temperature=5.0), seed=1)], bitmask).read()
+    masks = Masks(torch.tensor([[0b11000, 0, 0, 0]], dtype=torch.int32), torch.zeros(1, dtype=torch.int32))
+    ((token, logprob),) = sampler.sample(logits.clone(), [make(Sampling(temperature=5.0), seed=1)], masks).read()
     expected = torch.log_softmax(logits[0, [3, 4]], dim=0)[token - 3]
     assert logprob == pytest.approx(float(expected), abs=1e-5)
 
@@ -52,10 +53,10 @@ def test_log_probabilities_are_after_the_mask_and_before_temperature() -> None:
 def test_a_row_that_allows_nothing_gets_minus_one_and_its_neighbours_are_unaffected() -> None:
     sampler = Sampler(ReferenceKernels(), CPU)
     logits = torch.randn(3, VOCAB_SIZE)
-    bitmask = torch.full((3, 4), -1, dtype=torch.int32)
-    bitmask[1] = 0
+    bits = torch.tensor([[-1] * 4, [0] * 4], dtype=torch.int32)
+    masks = Masks(bits, torch.tensor([0, 1, 0], dtype=torch.int32))
     sequences = [make(Sampling(temperature=t), seed=3) for t in (0.0, 1.0, 0.0)]
-    drawn = sampler.sample(logits.clone(), sequences, bitmask).read()
+    drawn = sampler.sample(logits.clone(), sequences, masks).read()
     assert drawn[1][0] == -1
     assert [drawn[0][0], drawn[2][0]] == logits[[0, 2]].argmax(-1).tolist()
 

@@ -2,11 +2,10 @@
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,9 +13,9 @@ from engine import states
 from engine.grammar import Grammars
 from engine.states import SharedMatcher, SharedStates
 from engine.types import Matcher
-from schemas.constraints import load_constraint
+from schemas.constraints import GrammarEngine, grammar_engine, load_constraint
 from schemas.records import Constraint, ConstraintKind
-from tests.engine.fakes import END, VOCAB_SIZE, byte_tokenizer, start_matcher
+from tests.engine.fakes import END, VOCAB_SIZE, allowed_tokens, byte_tokenizer, start_matcher
 
 CONSTRAINTS = {
     "xgrammar": (ConstraintKind.REGEX, "(cat|category|dog){1,2}x?[0-9]"),
@@ -25,21 +24,23 @@ CONSTRAINTS = {
         json.dumps({"type": "object", "properties": {"a": {"pattern": "^[ab]+$", "maxLength": 3}}, "required": ["a"]}),
     ),
 }
+ENDS = frozenset({END})
 TOKENS = [*b'0123}catdogeryx{": b', END]
+
+
+def make_grammars() -> Grammars:
+    return Grammars(byte_tokenizer(), vocab_size=VOCAB_SIZE, end_token_ids=ENDS, timeout_s=20, num_threads=1)
 
 
 @pytest.fixture(scope="module", params=CONSTRAINTS)
 def start(request: pytest.FixtureRequest) -> Callable[[], Matcher]:
-    grammars = Grammars(
-        byte_tokenizer(), vocab_size=VOCAB_SIZE, end_token_ids=frozenset({END}), timeout_s=20, num_threads=1
-    )
     kind, source = CONSTRAINTS[request.param]
-    return start_matcher(grammars, load_constraint(kind, source))._states.start
+    return start_matcher(make_grammars(), load_constraint(kind, source))._states.start
 
 
 def says(matcher: Matcher) -> tuple[object, ...]:
     longer = [matcher.allows_longer(token) for token in TOKENS[:4]]
-    return matcher.is_terminated, matcher.is_at_end(), matcher.forced_text(), longer
+    return matcher.is_terminated, matcher.can_end(), matcher.is_at_end(), matcher.forced_text(), longer
 
 
 @settings(max_examples=60, deadline=None)
@@ -47,7 +48,7 @@ def says(matcher: Matcher) -> tuple[object, ...]:
 def test_rows_that_share_states_see_what_a_native_matcher_says(
     start: Callable[[], Matcher], data: st.DataObject
 ) -> None:
-    shared = SharedStates(start)
+    shared = SharedStates(start, ENDS)
     rows = [(SharedMatcher(shared), start(), [0]) for _ in range(3)]
     for _ in range(data.draw(st.integers(1, 40))):
         matcher, native, count = data.draw(st.sampled_from(rows))
@@ -74,7 +75,7 @@ def test_a_second_row_finds_what_the_first_one_found(start: Callable[[], Matcher
         num_started += 1
         return start()
 
-    shared = SharedStates(counted)
+    shared = SharedStates(counted, ENDS)
     text = _some_text(start())
     for _ in range(len(text) + 2):  # a row after which nothing more is to be found
         matcher = SharedMatcher(shared)
@@ -82,7 +83,6 @@ def test_a_second_row_finds_what_the_first_one_found(start: Callable[[], Matcher
     before = num_started
     matcher = SharedMatcher(shared)
     assert all(map(matcher.accept, text))
-    assert matcher.state is not None
     assert num_started == before
 
 
@@ -90,12 +90,13 @@ def test_a_grammar_of_many_texts_keeps_a_bounded_number_of_states(
     start: Callable[[], Matcher], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(states, "MAX_STATES", 4)
-    shared, text = SharedStates(start), _some_text(start())
+    shared, text = SharedStates(start, ENDS), _some_text(start())
     for _ in range(20):
         matcher = SharedMatcher(shared)
         assert all(map(matcher.accept, text))
     assert shared.num_states == 4
-    assert matcher.state is None
+    matcher.rollback(1)
+    assert not matcher.state.is_kept
 
 
 def _some_text(matcher: Matcher) -> list[int]:
@@ -107,29 +108,7 @@ def _some_text(matcher: Matcher) -> list[int]:
     return tokens
 
 
-def test_masks_of_shared_states_are_those_of_native_matchers() -> None:
-    grammars = Grammars(
-        byte_tokenizer(), vocab_size=VOCAB_SIZE, end_token_ids=frozenset({END}), timeout_s=20, num_threads=1
-    )
-    constraint = Constraint(kind=ConstraintKind.REGEX, source="(cat|category|dog){1,2}x?[0-9]")
-    first = start_matcher(grammars, constraint)
-    rows = [first, *(start_matcher(grammars, constraint) for _ in range(7))]
-    for text in ("cat0", "categor", "do", "dogcatx", "catcat", "c", ""):
-        rows.append(start_matcher(grammars, constraint))
-        assert all(map(rows[-1].accept, text.encode()))
-    for _ in range(3):
-        masks = grammars.fill([None, *rows])
-        assert masks is not None
-        bits = np.unpackbits(masks.numpy().view(np.uint8), axis=1, bitorder="little")
-        assert bits[0].all()
-        for row, matcher in zip(bits[1:], rows, strict=True):
-            allowed = [
-                token for token in range(END + 1) if matcher.native.accept(token) and not matcher.native.rollback(1)
-            ]
-            assert np.flatnonzero(row).tolist() == allowed
-
-
-FREE = {
+SCHEMAS: dict[str, Any] = {
     "strings": {
         "type": "object",
         "properties": {
@@ -139,49 +118,69 @@ FREE = {
         "required": ["why", "n"],
         "additionalProperties": False,
     },
+    "numbers": {"type": "array", "items": {"type": "number", "exclusiveMinimum": -1.5}, "maxItems": 3},
     "patterns": {
         "type": "object",
         "properties": {"a": {"pattern": "^[ab\u00e9]+$", "maxLength": 5}},
         "required": ["a"],
     },
     "lists": {"type": "array", "items": {"anyOf": [{"type": "array", "maxItems": 2}, {"enum": ["x", "yz"]}]}},
+    "anything": {},
 }
 
 
-@pytest.mark.parametrize("schema", FREE.values(), ids=FREE)
-def test_rows_at_one_place_in_free_text_share_a_mask_that_is_their_own(schema: object) -> None:
+@pytest.mark.parametrize("schema", SCHEMAS.values(), ids=SCHEMAS)
+def test_on_random_walks_rows_see_what_a_fresh_matcher_says(schema: object) -> None:
     draw = random.Random(0)
-    grammars = Grammars(
-        byte_tokenizer(), vocab_size=VOCAB_SIZE, end_token_ids=frozenset({END}), timeout_s=20, num_threads=1
-    )
+    grammars = make_grammars()
     constraint = load_constraint(ConstraintKind.JSON_SCHEMA, json.dumps(schema))
-    start_matcher(grammars, constraint)
-    num_filled, num_asked = 0, 0
-
-    def count(matchers: list[Matcher], filled: torch.Tensor) -> None:
-        nonlocal num_filled
-        num_filled += len(matchers)
-        grammars._fill_native(matchers, filled)
-
-    grammars._masks._fill_native = count
-    for _ in range(12):
-        rows = [start_matcher(grammars, constraint) for _ in range(6)]
+    start = start_matcher(grammars, constraint)._states.start
+    num_asked = 0
+    for _ in range(10):
+        rows = [(start_matcher(grammars, constraint), list[int]()) for _ in range(6)]
         for _ in range(14):
-            rows = [row for row in rows if not row.is_terminated]
-            if not rows:
-                break
+            rows = [(row, tokens) for row, tokens in rows if not row.is_terminated]
             num_asked += len(rows)
-            masks = grammars.fill(rows)
-            assert masks is not None
-            alone = torch.empty((len(rows), -(-(END + 1) // 32)), dtype=torch.int32)
-            grammars._fill_native([row.native for row in rows], alone)
-            wanted, got = (
-                np.unpackbits(each.numpy().view(np.uint8), axis=1, bitorder="little")[:, : END + 1]
-                for each in (alone, masks)
-            )
-            assert (wanted == got).all()
-            for row, allowed in zip(rows, got, strict=True):
-                assert row.accept(draw.choice(np.flatnonzero(allowed).tolist()))
-                if draw.random() < 0.1 and not row.is_terminated:
+            masks = allowed_tokens(grammars, [None, *(row for row, _ in rows)])[1:] if rows else []
+            for (row, tokens), allowed in zip(rows, masks, strict=True):
+                fresh = start()
+                assert all(map(fresh.accept, tokens))
+                assert allowed == {token for token in range(END + 1) if fresh.accept(token) and not fresh.rollback(1)}
+                assert says(row) == says(fresh)
+                token = draw.choice(sorted(allowed) if draw.random() < 0.9 else range(END + 1))
+                assert row.accept(token) == (token in allowed)
+                tokens += [token] if token in allowed else []
+                if draw.random() < 0.1 and tokens:
                     row.rollback(1)
-    assert num_filled < num_asked / 3, "most rows find the mask of a row that was there before"
+                    tokens.pop()
+    assert len(grammars._masks._kept) < num_asked / 2, "most rows find the mask of a row that was there before"
+
+
+def test_both_grammar_engines_are_walked() -> None:
+    constraints = [load_constraint(ConstraintKind.JSON_SCHEMA, json.dumps(schema)) for schema in SCHEMAS.values()]
+    assert {grammar_engine(constraint) for constraint in constraints} == set(GrammarEngine)
+
+
+class OnePlace:
+    """Places of somebody who takes all texts for one."""
+
+    def first(self) -> Hashable:
+        return "here"
+
+    def after(self, place: Any, token_id: int) -> Hashable:
+        return place
+
+
+def test_a_row_that_wrong_places_led_astray_ends_alone() -> None:
+    grammars = make_grammars()
+    start = start_matcher(grammars, Constraint(kind=ConstraintKind.REGEX, source="ab(c|d)"))._states.start
+    states = SharedStates(start, ENDS, OnePlace())
+    honest, astray = SharedMatcher(states), SharedMatcher(states)
+    assert allowed_tokens(grammars, [honest]) == [{ord("a")}]
+    assert astray.accept(ord("a"))
+    assert astray.accept(ord("a"))
+    assert astray.native is None
+    assert not astray.can_end()
+    assert not astray.is_at_end()
+    assert allowed_tokens(grammars, [astray, honest]) == [set(), {ord("a")}]
+    assert not astray.accept(ord("a"))

@@ -180,9 +180,10 @@ def test_a_bitmask_forbids_exactly_the_zero_bits(vocab_size: int, density: float
     for row in range(3):
         for token in range(vocab_size):
             words[row, token // 32] |= int(allowed[row][token]) << (token % 32)
-    logits = torch.randn(3, vocab_size)
-    wanted = logits.masked_fill(~torch.tensor(allowed), -torch.inf)
-    KERNELS.apply_token_bitmask(logits, words.to(torch.int32))
+    rows = torch.tensor([2, 0, 1, 2, 2], dtype=torch.int32)
+    logits = torch.randn(len(rows), vocab_size)
+    wanted = logits.masked_fill(~torch.tensor(allowed)[rows], -torch.inf)
+    KERNELS.apply_token_bitmask(logits, words.to(torch.int32), rows)
     assert torch.equal(logits, wanted)
 
 
@@ -203,8 +204,9 @@ def test_a_cuda_device_gives_what_the_cpu_gives() -> None:
         )
         torch.testing.assert_close(got.cpu(), wanted, atol=1e-4, rtol=1e-4)
     words = torch.randint(-(2**31), 2**31 - 1, (3, 10), dtype=torch.int32)
+    rows = torch.tensor([1, 2, 1], dtype=torch.int32)
     logits = torch.randn(3, 320)
     on_gpu = logits.cuda()
-    KERNELS.apply_token_bitmask(on_gpu, words.cuda())
-    KERNELS.apply_token_bitmask(logits, words)
+    KERNELS.apply_token_bitmask(on_gpu, words.cuda(), rows.cuda())
+    KERNELS.apply_token_bitmask(logits, words, rows)
     assert torch.equal(on_gpu.cpu(), logits)

@@ -23,9 +23,10 @@ def draw(*shape: int, seed: int) -> Tensor:
 def test_the_mask_bans_exactly_the_zero_bits() -> None:
     words = torch.randint(-(2**31), 2**31 - 1, (3, 157), dtype=torch.int32, device=DEVICE)
     logits = draw(3, 5000, seed=10)
+    rows = torch.tensor([2, 0, 2], dtype=torch.int32, device=DEVICE)
     expected = logits.clone()
-    triton_sampling.apply_token_bitmask(logits, words)
-    ReferenceKernels(DEVICE).apply_token_bitmask(expected, words)
+    triton_sampling.apply_token_bitmask(logits, words, rows)
+    ReferenceKernels(DEVICE).apply_token_bitmask(expected, words, rows)
     assert torch.equal(logits, expected)
 
 

@@ -44,7 +44,6 @@ from schemas.errors import (
 )
 from schemas.model_files import chat_encoding, model_ref
 from schemas.records import (
-    ChatEncoding,
     Chunk,
     Constraint,
     ConstraintKind,
@@ -316,16 +315,12 @@ def _make_spec(submission: Submission, inputs: Inputs) -> JobSpec:
 
 
 def _check_thinking(spec: JobSpec) -> None:
-    """Refuse thinking that leaves no answer any room, or that a conversation says itself. Raises PromptError."""
+    """Refuse thinking that leaves no answer any room. Raises PromptError."""
     num_tokens = spec.sampling.thinking_budget
     if num_tokens >= spec.model.max_model_len:
         raise PromptError(
             f"thinking and its end may take {num_tokens} tokens of --max-model-len {spec.model.max_model_len}, which "
             "leaves none for an answer: lower --thinking-tokens"
-        )
-    if num_tokens and spec.chat and spec.chat_encoding is not ChatEncoding.TEMPLATE:
-        raise PromptError(
-            f"conversations with {spec.model.name} say themselves whether the model thinks: leave out --thinking-tokens"
         )
 
 

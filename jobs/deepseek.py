@@ -39,11 +39,15 @@ def check_recipe() -> None:
         ) from error
 
 
-def render(encoding: ChatEncoding, chat: Mapping[str, Any]) -> Rendered:
-    """Render the body of a chat completion. It thinks only if it says so. Raises BadRequest."""
+def render(encoding: ChatEncoding, chat: Mapping[str, Any], *, thinks_first: bool = False) -> Rendered:
+    """Render the body of a chat completion. Raises BadRequest.
+
+    It thinks only if it says so; with ``thinks_first`` unless it says not to, and the engine keeps thinking apart from
+    answers without calls.
+    """
     import deepseek_recipe as recipe
 
-    request = _convert(encoding, chat)
+    request = _convert(encoding, chat, is_thinking=thinks_first)
     is_v4 = encoding is ChatEncoding.DEEPSEEK_V4
     rendered = (recipe.DeepseekV4Encoding if is_v4 else recipe.DeepseekV41Encoding)().render_conversation(
         request.conversation
@@ -52,14 +56,16 @@ def render(encoding: ChatEncoding, chat: Mapping[str, Any]) -> Rendered:
     return Rendered(
         rendered.prompt,
         _gaps(rendered.special_ranges, len(rendered.prompt)),
-        (lambda text: answer_in(_read(request, text))) if is_thinking or has_tools else None,
+        (lambda text: answer_in(_read(request, text))) if has_tools or (is_thinking and not thinks_first) else None,
         is_thinking,
     )
 
 
-def read_message(encoding: ChatEncoding, chat: Mapping[str, Any], text: str) -> dict[str, Any]:
+def read_message(
+    encoding: ChatEncoding, chat: Mapping[str, Any], text: str, *, thinks_first: bool = False
+) -> dict[str, Any]:
     """Split what the model said into ``content``, ``reasoning_content`` and ``tool_calls``."""
-    return _read(_convert(encoding, chat), text)
+    return _read(_convert(encoding, chat, is_thinking=thinks_first), text)
 
 
 def answer_in(message: Mapping[str, Any]) -> str:
@@ -77,12 +83,14 @@ def answer_in(message: Mapping[str, Any]) -> str:
     return json.dumps(documents[0] if len(documents) == 1 else documents, ensure_ascii=False)
 
 
-def _convert(encoding: ChatEncoding, chat: Mapping[str, Any]) -> "deepseek_recipe.ConversationRequest":
+def _convert(
+    encoding: ChatEncoding, chat: Mapping[str, Any], *, is_thinking: bool
+) -> "deepseek_recipe.ConversationRequest":
     import deepseek_recipe as recipe
 
     versions = recipe.ModelVersion
     version = versions.DeepseekV4Pro if encoding is ChatEncoding.DEEPSEEK_V4 else versions.DeepseekV41Flash
-    options = recipe.ConversionOptions(default_thinking_mode=False).with_model_alias(MODEL, version)
+    options = recipe.ConversionOptions(default_thinking_mode=is_thinking).with_model_alias(MODEL, version)
     try:
         return recipe.ChatCompletionRequest({**chat, "model": MODEL}).convert(options)
     except (recipe.ConversionError, ValueError) as error:

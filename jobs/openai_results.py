@@ -46,6 +46,7 @@ def result_line(job: Job, row: Mapping[str, Any], number: int) -> dict[str, Any]
     """
     names = output_names(job.spec.output_column)
     status, raw, error, meta = (row[name] for name in (names.status, names.raw, names.error, names.meta))
+    reasoning = row.get(names.reasoning)  # None also where it stands among calls
     identity = short_hash(job.job_id, str(number), digits=24)
     line = {"id": f"batch_req_{identity}", "custom_id": row.get("custom_id"), "response": None, "error": None}
     if status in REFUSED:
@@ -63,7 +64,7 @@ def result_line(job: Job, row: Mapping[str, Any], number: int) -> dict[str, Any]
         created=int(datetime.fromisoformat(job.created).timestamp()),
         content=content,
         calls=calls,
-        reasoning=row[names.reasoning] if job.spec.sampling.thinking else _reasoning(job.spec, question, raw),
+        reasoning=_reasoning(job.spec, question, raw) if reasoning is None else reasoning,
         is_cut=status != RowStatus.OK,
         num_prompt_tokens=meta["prompt_tokens"],
         num_output_tokens=meta["output_tokens"],
@@ -163,4 +164,5 @@ def _call_id(answer: Answer, number: int) -> str:
 def _reasoning(spec: JobSpec, question: Question, raw: str) -> str | None:
     if spec.chat_encoding is ChatEncoding.TEMPLATE:
         return None
-    return read_message(spec.chat_encoding, question.chat, raw).get("reasoning_content")
+    thinks_first = spec.sampling.thinking is not None
+    return read_message(spec.chat_encoding, question.chat, raw, thinks_first=thinks_first).get("reasoning_content")

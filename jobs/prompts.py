@@ -156,9 +156,14 @@ class PromptBuilder:
             key = short_hash(keyed.key or "", *_parts(messages), *_own(sampling, question.seed), digits=KEY_DIGITS)
             return Prompt(None, messages, *keyed, key, sampling=sampling)
         chat = question.chat or {"messages": msgspec.to_builtins(messages)}
-        rendered = render(self._encoding, chat)
+        thinks_first = self._spec.sampling.thinking is not None
+        rendered = render(self._encoding, chat, thinks_first=thinks_first)
         if rendered.is_thinking:  # what the recipe gives a model that thinks
             sampling = msgspec.structs.replace(sampling or self._spec.sampling, temperature=1.0, top_p=1.0)
+        if thinks_first and not (rendered.is_thinking and rendered.read is None):
+            sampling = sampling or self._spec.sampling
+            budget = sampling.budget if rendered.is_thinking else sampling.max_tokens
+            sampling = msgspec.structs.replace(sampling, thinking=None, max_tokens=budget)
         parts = (rendered.text, *map(str, rendered.data_spans), *_own(sampling, question.seed))
         return Prompt(
             rendered.text,

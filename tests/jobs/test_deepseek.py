@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import deepseek_recipe as recipe
+import msgspec
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
@@ -17,8 +19,8 @@ from jobs.openai_results import result_line
 from jobs.prompts import Prompt, PromptBuilder, Refusal
 from jobs.source import python_rows
 from schemas.model_files import ModelFiles, chat_encoding
-from schemas.records import ChatEncoding, JobSpec, Request, RetryPolicy, RowStatus
-from tests.tiny_jobs import MODEL, YES_NO, ScriptedEngine, make_job, run_job, write_input
+from schemas.records import ChatEncoding, Completion, JobSpec, Request, RetryPolicy, RowStatus, Sampling, Thinking
+from tests.tiny_jobs import MODEL, YES_NO, ScriptedEngine, completion, make_job, run_job, write_input
 from tests.tiny_models import write_tiny_model
 
 V4, V41 = ChatEncoding.DEEPSEEK_V4, ChatEncoding.DEEPSEEK_V41
@@ -126,6 +128,38 @@ def test_thoughts_and_calls_are_read_and_their_answer_is_checked(tmp_path: Path)
     assert (message["content"], message["reasoning_content"]) == ("Sun", "It is sunny.")
     message = result_line(job, labelled["twice"], 1)["response"]["body"]["choices"][0]["message"]
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["weather", "weather"]
+
+
+def test_with_a_budget_rows_think_apart_from_their_answers_which_are_enforced(tmp_path: Path) -> None:
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object", "required": ["a"]}}}
+    bodies = [
+        ask("1", response_format=schema),
+        ask("2", response_format=schema, thinking={"type": "disabled"}),
+        ask("3", tools=TOOLS),
+    ]
+    answers = {"1": ('{"a": 1}', "It is sunny."), "2": ('{"a": 2}', None), "3": (f"hm</think>{CALL}", None)}
+
+    def answer(request: Request) -> Completion:
+        text, reasoning = answers[request.text.split("<｜User｜>")[1][0]]
+        return msgspec.structs.replace(completion(request, text), reasoning=reasoning)
+
+    path = write_input(tmp_path / "in.parquet", {"body": list(map(json.dumps, bodies))})
+    thinking = Thinking(max_tokens=50)
+    fields = {"chat_encoding": V41, "body_column": "body", "sampling": Sampling(thinking=thinking)}
+    engine = ScriptedEngine(answer)
+    job = run_job(make_job(tmp_path, [path], **fields), engine)
+    assert try_finish(job)
+    first, second, third = engine.requests
+    assert [request.text.endswith("<think>") for request in engine.requests] == [True, False, True]
+    assert (first.sampling.thinking, second.sampling.thinking, third.sampling.thinking) == (thinking, None, None)
+    assert first.constraint_key == second.constraint_key is not None
+    assert (third.constraint_key, third.sampling.max_tokens) == (None, 58 + 256)
+    rows = python_rows(pq.read_table(job.success().outputs[0].uri).to_batches()[0])
+    assert [row["label_status"] for row in rows] == ["ok"] * 3
+    messages = [result_line(job, row, 0)["response"]["body"]["choices"][0]["message"] for row in rows]
+    assert [message.get("reasoning_content") for message in messages] == ["It is sunny.", None, "hm"]
+    assert messages[0]["content"] == '{"a": 1}'
+    assert messages[2]["tool_calls"][0]["function"]["name"] == "weather"
 
 
 def test_a_call_whose_arguments_are_no_json_is_no_answer() -> None:

@@ -298,10 +298,11 @@ def describe_cost(
 def describe_lineage(job: Job, chunks: Sequence[Provenance], success: Success | None) -> list[tuple[str, str]]:
     """Everything that made the labels what they are, and the machines that made them."""
     spec, model = job.spec, job.spec.model
+    usual = msgspec.to_builtins(Sampling())
     sampling = {
         name: value
-        for name, value in msgspec.structs.asdict(spec.sampling).items()
-        if value != getattr(Sampling(), name) or name == "temperature"
+        for name, value in msgspec.to_builtins(spec.sampling).items()
+        if value != usual[name] or name == "temperature"
     }
     size_bytes = sum(file.size_bytes for file in spec.inputs)
     facts = [

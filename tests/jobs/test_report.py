@@ -13,6 +13,7 @@ import pytest
 from jobs.job import Job
 from jobs.report import ensure_report, find_previous, render_report, write_report
 from jobs.store import open_store
+from schemas.records import Sampling, Thinking
 from schemas.settings import JobsSettings, Settings
 from tests.jobs.report_jobs import ROUTES, make_night
 from tests.tiny_jobs import YES_NO, Answer, ScriptedEngine, json_schema, make_job, prompt_of, run_job, write_input
@@ -188,6 +189,13 @@ def test_lineage_names_model_versions_settings_and_kernels(nights: tuple[Job, Jo
     assert ("torch 2.13" in facts["versions"], facts["engine settings"]) == (True, "max_num_seqs 512")
     assert page.tables["Kernels"][1:] == [["linear", "triton", "it is <fast>"]]
     assert any(row[0] == "enforced" for row in page.tables["How the constraint is kept"])
+
+
+def test_lineage_tells_sampling_that_is_not_the_usual_one(tmp_path: Path) -> None:
+    sampling = Sampling(thinking=Thinking(max_tokens=30), stop=("<",), top_k=5)
+    facts = Page(render_report(make_job(tmp_path, sampling=sampling), SETTINGS)).facts("Lineage")
+    thinking = '{"max_tokens": 30, "end": "</think>"}'
+    assert facts["sampling"] == f'thinking {thinking}, temperature 0.0, top_k 5, stop ["<"]'
 
 
 def test_the_night_before_is_the_last_ended_job_of_the_same_name(nights: tuple[Job, Job]) -> None:

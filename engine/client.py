@@ -373,7 +373,9 @@ def total(heartbeats: Iterable[Heartbeat]) -> Heartbeat:
     }
     phases = {beat.phase for beat in each}
     phase = next(phase for phase in ("loading", "running", "idle") if phase in phases)
-    return Heartbeat(phase=phase, expert_balance=max(beat.expert_balance for beat in each), **counts)
+    names = ("expert_balance", "expert_balance_unmoved")  # alike where ranks share experts
+    balances = {name: max(getattr(beat, name) for beat in each) for name in names}
+    return Heartbeat(phase=phase, **balances, **counts)
 
 
 def _resolved(completion: Completion) -> Future[Completion]:

@@ -40,6 +40,7 @@ class Watched:
     """One layer: where its experts are, this rank's tensors [S, ...] that hold them, and what its rows picked."""
 
     slots: ExpertSlots
+    first: Array  # the placement that it began with
     tensors: Sequence[Tensor]
     counts: Tensor  # int32 [E], of this rank's rows in this step
 
@@ -52,6 +53,7 @@ class ExpertBalance:
         self._ranks, self._interval = ranks, interval
         self._layers: list[Watched] = []
         self._balances: list[float] = []
+        self._unmoved: list[float] = []
         self._counts = self._window = torch.empty(0)
         self._num_steps = 0
         self.num_moves = 0
@@ -59,8 +61,9 @@ class ExpertBalance:
     def watch(self, slots: ExpertSlots, tensors: Sequence[Tensor]) -> Tensor:
         """Add a layer; returns the tensor int32 [E] that it adds its picks to."""
         counts = torch.zeros(slots.num_experts, dtype=torch.int32, device=tensors[0].device)
-        self._layers.append(Watched(slots, tensors, counts))
+        self._layers.append(Watched(slots, slots.placement, tensors, counts))
         self._balances.append(1.0)
+        self._unmoved.append(1.0)
         return counts
 
     def start(self) -> None:
@@ -73,6 +76,11 @@ class ExpertBalance:
     def mean(self) -> float:
         """Mean load of a rank over the busiest one's, of the layers as they were last placed, in (0, 1]."""
         return float(np.mean(self._balances))
+
+    @property
+    def mean_unmoved(self) -> float:
+        """What ``mean`` would be if no expert had moved."""
+        return float(np.mean(self._unmoved))
 
     def end_step(self) -> None:
         """Keep the step's counts; every ``interval`` steps, place the experts of the next layer."""
@@ -91,7 +99,7 @@ class ExpertBalance:
         current = layer.slots.placement
         wanted = settle(current, place_experts(counts, *current.shape))
         before, after = balance(counts, current), balance(counts, wanted)
-        self._balances[index] = max(before, after)
+        self._balances[index], self._unmoved[index] = max(before, after), balance(counts, layer.first)
         if after < before * MIN_GAIN:
             return
         moves = plan_moves(current, wanted)

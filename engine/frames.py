@@ -87,6 +87,7 @@ class Heartbeat(Record, tag=True):
     mask_s: float = 0.0
     num_expert_moves: int = 0
     expert_balance: float = 0.0
+    expert_balance_unmoved: float = 0.0
 
 
 class Fatal(Record, tag=True):

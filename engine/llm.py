@@ -29,6 +29,7 @@ from schemas.records import (
     Completion,
     Constraint,
     ConstraintKind,
+    LoadFormat,
     Message,
     Request,
     Sampling,
@@ -138,7 +139,7 @@ class LLM:
         *,
         quantization: Literal["none", "fp8"] = "none",
         revision: str | None = None,
-        load_format: Literal["auto", "random"] = "auto",
+        load_format: LoadFormat = "auto",
         deterministic: bool = False,
         **engine_settings: Any,
     ) -> None:

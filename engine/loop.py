@@ -220,6 +220,7 @@ class Engine:
         self._replica.keep_in_touch()
         if balance := self._replica.expert_balance:
             self.stats.expert_balance, self.stats.num_expert_moves = balance.mean, balance.num_moves
+            self.stats.expert_balance_unmoved = balance.mean_unmoved
 
     def _admit(self) -> None:
         """Let in the sequences whose grammar is ready, then fill the batch."""

@@ -23,3 +23,4 @@ class EngineStats:
     mask_s: float = 0.0  # in filling masks
     num_expert_moves: int = 0
     expert_balance: float = 0.0  # gauge: mean load of a rank over the busiest one's; 0 where it is not measured
+    expert_balance_unmoved: float = 0.0  # gauge: what it would be if no expert had moved

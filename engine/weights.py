@@ -26,6 +26,8 @@ from schemas.model_files import ModelFiles, read_config, resolve_model
 from schemas.records import ModelRef
 
 RANDOM_STD = 0.02
+ROUTER_SKEW = 0.5
+"""How much larger the first expert's row of a skewed router is than the last one's: it is picked more often."""
 
 _UNUSED_TENSORS = re.compile(r"(.*\.)?rotary_emb\.inv_freq|.*\.masked_bias")
 """Buffers that old checkpoints carry and every implementation recomputes."""
@@ -47,7 +49,7 @@ def load_model(
 ) -> Model:
     """Read spec and this rank's weights into a model on ``device``. Raises ModelError or SettingsError with the cause.
 
-    With ``load_format`` "random" only the spec is read; the weights depend on nothing but their names and shapes.
+    With a ``load_format`` other than "auto" only the spec is read; the weights depend on their names and shapes alone.
     """
     files = files or resolve_model(ref.name, ref.revision)
     dtype = getattr(torch, ref.dtype)
@@ -56,8 +58,9 @@ def load_model(
     ranks.topology.check_model(spec)
     if spec.compressed:
         return _load_compressed(files, spec, ref, kernels, device)
-    if ref.load_format == "random":
-        return Decoder(spec, RandomWeights(spec, device, dtype), kernels, ranks)
+    if ref.load_format != "auto":
+        skew = ROUTER_SKEW if ref.load_format == "random_skewed" else 0.0
+        return Decoder(spec, RandomWeights(spec, device, dtype, skew), kernels, ranks)
     tensors = GgufTensors(gguf, spec) if gguf else SafetensorsFiles(files.path)
     source = CheckpointWeights(tensors, spec, device, dtype)
     model = Decoder(spec, source, kernels, ranks)
@@ -69,7 +72,7 @@ def _load_compressed(
     files: ModelFiles, spec: ModelSpec, ref: ModelRef, kernels: Kernels, device: torch.device
 ) -> HyperDecoder:
     """DeepSeek V4, as far as it is implemented: ops/runbook.md lists what is not."""
-    if ref.load_format == "random" or ref.deterministic or ref.quantization != "none":
+    if ref.load_format != "auto" or ref.deterministic or ref.quantization != "none":
         raise ModelError(
             f"{ref.name}: {spec.architecture} runs from a checkpoint, without random weights, fp8 products and "
             "--deterministic: leave these options out"
@@ -278,9 +281,11 @@ def unpermute(tensor: Tensor, num_heads: int) -> Tensor:
 class RandomWeights:
     """The WeightSource of a benchmark: normal weights made on the device, norms of one, biases of zero."""
 
-    def __init__(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, router_skew: float = 0.0) -> None:
+        """``router_skew``: how much larger a router's first row is than its last one."""
         self._shapes = _shapes(spec)
         self._device, self._dtype = device, dtype
+        self._router_skew = router_skew
 
     def get(self, name: str, dtype: torch.dtype | None = None, part: Part | None = None) -> Tensor:
         """See WeightSource.get; seeded by the name, so that the order of asking and other parts do not matter."""
@@ -292,7 +297,10 @@ class RandomWeights:
             return cut(weight.zero_(), part)
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7])
         generator = torch.Generator(self._device).manual_seed(seed)
-        return cut(weight.normal_(0.0, RANDOM_STD, generator=generator), part)
+        weight.normal_(0.0, RANDOM_STD, generator=generator)
+        if kind == "mlp.gate.weight" and self._router_skew:
+            weight *= torch.linspace(1 + self._router_skew, 1, len(weight), device=self._device)[:, None]
+        return cut(weight, part)
 
     def leave(self, prefix: str) -> None:
         """See WeightSource.leave; what is not asked for is not made."""

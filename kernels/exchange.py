@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import importlib.util
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -246,10 +247,7 @@ def pair_seconds(
     exchange: Exchange, group: ProcessGroup, shape: ExchangeShape, num_rows: int, device: torch.device
 ) -> float:
     """Device time of one dispatch and combine of so many rows a rank, whose experts are anywhere, without launches."""
-    generator = torch.Generator(device).manual_seed(group.rank())
-    scores = torch.rand(num_rows, group.size() * shape.num_experts, device=device, generator=generator)
-    weights, experts = scores.topk(min(shape.num_selected, scores.shape[1]))
-    x = torch.randn(num_rows, shape.hidden_size, device=device, generator=generator).to(shape.dtype)
+    x, weights, experts = random_rows(group, shape, num_rows, device)
 
     def pair() -> None:
         sent = exchange.dispatch(x, weights, experts, max_rows=num_rows)
@@ -258,8 +256,24 @@ def pair_seconds(
     return recorded_seconds(pair, device)
 
 
-def recorded_seconds(call: Callable[[], None], device: torch.device, repeats: int = 10) -> float:
-    """Mean time of ``call`` in a CUDA graph that holds it ``repeats`` times."""
+def random_rows(
+    group: ProcessGroup, shape: ExchangeShape, num_rows: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Values [N, hidden], weights and experts [N, K] of a rank's rows, experts of any rank."""
+    generator = torch.Generator(device).manual_seed(group.rank())
+    scores = torch.rand(num_rows, group.size() * shape.num_experts, device=device, generator=generator)
+    weights, experts = scores.topk(shape.num_selected)
+    x = torch.randn(num_rows, shape.hidden_size, device=device, generator=generator).to(shape.dtype)
+    return x, weights, experts
+
+
+def recorded_seconds(call: Callable[[], object], device: torch.device, repeats: int = 10) -> float:
+    """Mean time of ``call`` in a CUDA graph that holds it ``repeats`` times; on a CPU, of as many calls."""
+    if device.type != "cuda":
+        start_s = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        return (time.perf_counter() - start_s) / repeats
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):

@@ -6,7 +6,17 @@ A crash of a driver or a library ends this process only. Knows nothing of the re
 import contextlib
 import importlib.metadata
 import json
+import subprocess
+import sys
 from typing import Any
+
+
+def probe_apart(timeout_s: float) -> dict[str, Any]:
+    """``probe`` in a process of its own. Raises subprocess.TimeoutExpired or CalledProcessError."""
+    command = [sys.executable, "-m", "ops.device_probe"]
+    output = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=True).stdout
+    found: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return found
 
 
 def probe() -> dict[str, Any]:

@@ -5,7 +5,6 @@ Each check is a function from Settings to findings; torch is imported by a child
 
 import importlib.metadata
 import importlib.util
-import json
 import platform
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from jobs.broker import broker_status, broker_url, server_binary
 from jobs.cli import echo_json, verb
 from jobs.queue import Queue, redact
 from jobs.store import open_store, probe
+from ops.device_probe import probe_apart
 from schemas.errors import NightmillError
 from schemas.model_files import DEMO_MODELS, resolve_model
 from schemas.settings import EngineSettings, Settings
@@ -109,9 +109,8 @@ def check_jobs_root(settings: Settings) -> Iterable[Finding]:
 
 def check_devices(settings: Settings) -> Iterable[Finding]:
     """What torch finds, which kernels run where and why, and whether the engine's ranks have their devices."""
-    command = [sys.executable, "-m", "ops.device_probe"]
     try:
-        output = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=True).stdout
+        found = probe_apart(PROBE_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         yield Finding("devices", Verdict.BROKEN, f"no answer from torch in {PROBE_TIMEOUT_S:.0f} s", "check the driver")
         return
@@ -119,7 +118,6 @@ def check_devices(settings: Settings) -> Iterable[Finding]:
         cause = (error.stderr.strip().splitlines() or [f"exit code {error.returncode}"])[-1]
         yield Finding("devices", Verdict.BROKEN, cause, "reinstall torch, check the driver")
         return
-    found = json.loads(output.splitlines()[-1])
     yield Finding("versions", Verdict.OK, ", ".join(f"{name} {version}" for name, version in found["versions"].items()))
     for device in found["devices"]:
         yield from _examine_device(device)

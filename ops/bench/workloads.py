@@ -54,6 +54,30 @@ DEEPSEEK = {
     "v_head_dim": 128,
 }
 
+DEEPSEEK_V3 = DEEPSEEK | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "first_k_dense_replace": 3,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "vocab_size": 129280,
+}
+
+
 SHAPES: dict[str, dict[str, Any]] = {
     "Qwen3-0.6B": QWEN3
     | {
@@ -94,31 +118,31 @@ SHAPES: dict[str, dict[str, Any]] = {
         "topk_method": "greedy",
         "vocab_size": 102400,
     },
-    "DeepSeek-V3-slice": DEEPSEEK
+    "DeepSeek-V3": DEEPSEEK_V3,
+    "DeepSeek-V3-slice": DEEPSEEK_V3 | {"num_hidden_layers": 9},
+    "DeepSeek-V3-tiny": DEEPSEEK_V3
     | {
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "model_type": "deepseek_v3",
-        "first_k_dense_replace": 3,
-        "hidden_size": 7168,
-        "intermediate_size": 18432,
-        "moe_intermediate_size": 2048,
-        "n_group": 8,
-        "n_routed_experts": 256,
-        "n_shared_experts": 1,
-        "norm_topk_prob": True,
-        "num_attention_heads": 128,
-        "num_experts_per_tok": 8,
-        "num_hidden_layers": 9,
-        "num_key_value_heads": 128,
-        "q_lora_rank": 1536,
-        "routed_scaling_factor": 2.5,
-        "scoring_func": "sigmoid",
-        "topk_group": 4,
-        "topk_method": "noaux_tc",
-        "vocab_size": 129280,
+        "first_k_dense_replace": 1,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "kv_lora_rank": 64,
+        "moe_intermediate_size": 128,
+        "n_group": 4,
+        "n_routed_experts": 16,
+        "num_attention_heads": 4,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 64,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "topk_group": 2,
+        "v_head_dim": 32,
+        "vocab_size": 49152,
     },
 }
-"""config.json of each shape; the weights are random, the tokenizer is SmolLM2's. The slice has 9 of V3's 61 layers."""
+"""config.json of each shape; the weights are random, the tokenizer is SmolLM2's. The slice has 9 of V3's 61 layers, the
+tiny one is for CPUs."""
 
 
 @dataclass(frozen=True)

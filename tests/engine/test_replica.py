@@ -87,13 +87,13 @@ def on_cpus(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def run_ranks(
-    cases: Cases, num_ranks: int, models: dict[str, str], directory: str, *, device: str = "cpu", dtype: str = "float32"
+    cases: Cases, num_ranks: int, models: dict[str, str], directory: str, *, device: str = "cpu"
 ) -> dict[str, dict[str, list[int]]]:
     """The tokens of all requests, by case, from as many processes as there are ranks."""
     described = [
         {
             "model": models[family],
-            "dtype": dtype,
+            "dtype": "float32",
             "settings": SMALL_STEPS | settings | {"device": device},
             "max_tokens": MAX_TOKENS,
             "batches": batches(),
@@ -118,10 +118,10 @@ def run_ranks(
     return {name: {k: v for part in parts for k, v in part[number].items()} for number, name in enumerate(cases)}
 
 
-def run_one_rank(model: str, device: str, dtype: str = "float32") -> dict[str, list[int]]:
+def run_one_rank(model: str, device: str, kernels: str = "auto") -> dict[str, list[int]]:
     case = {"settings": {}, "max_tokens": MAX_TOKENS, "batches": batches()}
-    ref = model_ref(model, dtype=dtype, max_model_len=128)
-    settings = EngineSettings(device=device, **SMALL_STEPS)
+    ref = model_ref(model, dtype="float32", max_model_len=128)
+    settings = EngineSettings(device=device, kernels=kernels, **SMALL_STEPS)
     return serve(Engine(ref, settings, load_parts(ref, settings)), case, 0)
 
 
@@ -142,13 +142,19 @@ def test_four_ranks_give_the_greedy_tokens_of_one(models: dict[str, str], tmp_pa
     assert tokens == {name: run_one_rank(models[family], "cpu") for name, (family, _) in CASES_OF_FOUR.items()}
 
 
+ON_GPUS = {"reference": CASES, "auto": {name: CASES[name] for name in ("tensor", "data and experts, v2")}}
+"""All cases in plain torch, which compiles nothing; two with what a GPU runs, graphs included."""
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_two_gpus_give_the_greedy_tokens_of_one(models: dict[str, str], tmp_path: Path) -> None:
-    tokens = run_ranks(CASES, 2, models, str(tmp_path), device="cuda")
+@pytest.mark.parametrize("kernels", ON_GPUS)
+def test_two_gpus_give_the_greedy_tokens_of_one(kernels: str, models: dict[str, str], tmp_path: Path) -> None:
+    cases = {name: (family, settings | {"kernels": kernels}) for name, (family, settings) in ON_GPUS[kernels].items()}
+    tokens = run_ranks(cases, 2, models, str(tmp_path), device="cuda")
     for case in tokens.values():
         case.pop("moves", None)
-    assert tokens == {name: run_one_rank(models[family], "cuda") for name, (family, _) in CASES.items()}
+    assert tokens == {name: run_one_rank(models[family], "cuda", kernels) for name, (family, _) in cases.items()}
 
 
 class RecordingRunner:

@@ -20,6 +20,7 @@ from kernels.exchange import (
     SizedExchange,
     open_deep_ep,
     open_exchange,
+    random_rows,
 )
 from kernels.select import BackendError
 
@@ -36,17 +37,6 @@ def alone(tmp_path: Path) -> Iterator[distributed.ProcessGroup]:
     distributed.destroy_process_group()
 
 
-def random_rows(
-    shape: ExchangeShape, num_rows: int, num_experts: int, device: str = "cpu", seed: int = 0
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Values, weights, experts."""
-    generator = torch.Generator(device).manual_seed(seed)
-    x = torch.randn(num_rows, shape.hidden_size, device=device, generator=generator).to(shape.dtype)
-    scores = torch.rand(num_rows, num_experts, device=device, generator=generator)
-    weights, experts = scores.topk(shape.num_selected)
-    return x, weights, experts
-
-
 def weighted(sent: Dispatched) -> torch.Tensor:
     """As if each expert gave its row back; the weights of other ranks' experts are undefined."""
     shares = torch.where(sent.experts >= 0, sent.weights, 0).sum(1, keepdim=True)
@@ -58,7 +48,7 @@ def weighted(sent: Dispatched) -> torch.Tensor:
 def test_rows_travel_alike_with_their_choices_and_apart_from_them(
     alone: distributed.ProcessGroup, max_rows: int, num_rows: int
 ) -> None:
-    x, weights, experts = random_rows(SMALL, num_rows, SMALL.num_experts)
+    x, weights, experts = random_rows(alone, SMALL, num_rows, CPU)
     exchange = CollectiveExchange(alone, SMALL.num_experts, CPU)
     sent = exchange.dispatch(x, weights, experts, max_rows=max_rows)
     for there, here in zip((sent.x, sent.weights, sent.experts), (x, weights, experts), strict=True):
@@ -71,7 +61,7 @@ def test_rows_travel_alike_with_their_choices_and_apart_from_them(
 def test_steps_go_by_the_form_for_their_size(alone: distributed.ProcessGroup) -> None:
     collective = CollectiveExchange(alone, SMALL.num_experts, CPU)
     exchange = SizedExchange(collective, LocalExchange(), min_rows=6)
-    x, weights, experts = random_rows(SMALL, 4, SMALL.num_experts)
+    x, weights, experts = random_rows(alone, SMALL, 4, CPU)
     for max_rows, num_sent in ((5, 5), (6, 4)):
         sent = exchange.dispatch(x, weights, experts, max_rows=max_rows)
         assert len(sent.x) == num_sent
@@ -119,7 +109,7 @@ def run_rank(rank: int, meeting: str) -> None:
     deep_ep = DeepEpExchange(open_deep_ep(group, SHAPE, device), SHAPE.num_experts)
     collective = CollectiveExchange(group, SHAPE.num_experts, device)
     for num_rows, max_rows in (((512, 300)[rank], 512), ((0, 1)[rank], 1), ((1000, 1)[rank], 1000)):
-        x, weights, experts = random_rows(SHAPE, num_rows, 2 * SHAPE.num_experts, "cuda", rank)
+        x, weights, experts = random_rows(group, SHAPE, num_rows, device)
 
         def once(exchange: Exchange) -> torch.Tensor:
             sent = exchange.dispatch(x, weights, experts, max_rows=max_rows)  # noqa: B023

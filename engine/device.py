@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,8 +15,6 @@ from schemas.settings import EngineSettings
 GIB = 2**30
 ALIGNMENT_BYTES = 16
 CPU_KV_CACHE_GIB = 2.0
-BLOCK_SIZE = 16
-LATENT_BLOCK_SIZE = 64  # FlashMLA's page
 GPU_MEMORY_FRACTION = 0.9  # of what is free once the weights are loaded; activations and logits live in the rest
 
 
@@ -64,10 +63,10 @@ def _device_of_rank(first: int, rank: int, num_ranks: int) -> torch.device:
     return device
 
 
-def resolve_sizes(settings: EngineSettings, device: torch.device, *, has_latents: bool) -> EngineSizes:
+def resolve_sizes(settings: EngineSettings, device: torch.device, *, block_size: int) -> EngineSizes:
     """Fill in the sizes that settings leave at 0; call it after the weights are loaded.
 
-    ``has_latents``: attention caches latents, for which the fastest kernels want blocks of their own size.
+    ``block_size`` is what the model's attention is fastest with.
     """
     is_gpu = device.type == "cuda"
     if settings.kv_cache_gib:
@@ -77,10 +76,10 @@ def resolve_sizes(settings: EngineSettings, device: torch.device, *, has_latents
     else:
         kv_cache_bytes = int(CPU_KV_CACHE_GIB * GIB)
     return EngineSizes(
-        max_num_seqs=settings.max_num_seqs or (512 if is_gpu else 64),
+        max_num_seqs=settings.max_num_seqs or (1024 if is_gpu else 64),
         max_num_batched_tokens=settings.max_num_batched_tokens or (4096 if is_gpu else 512),
         kv_cache_bytes=kv_cache_bytes,
-        block_size=settings.block_size or (LATENT_BLOCK_SIZE if is_gpu and has_latents else BLOCK_SIZE),
+        block_size=settings.block_size or block_size,
     )
 
 
@@ -102,3 +101,23 @@ def to_device(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[st
 
 def _torch_dtype(arrays: Mapping[str, np.ndarray]) -> torch.dtype:
     return torch.from_numpy(np.empty(0, dtype=next(iter(arrays.values())).dtype)).dtype
+
+
+class ToHost:
+    """A tensor on its way to the host; who reads it waits for that alone, not for what was launched later."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._copy = tensor
+        self._was_copied: torch.cuda.Event | None = None
+        if tensor.is_cuda:
+            self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._copy.copy_(tensor, non_blocking=True)
+            self._was_copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._was_copied.record()
+
+    def read(self) -> list[Any]:
+        """Wait for the values, and return them as nested lists."""
+        if self._was_copied is not None:
+            self._was_copied.synchronize()
+        values: list[Any] = self._copy.tolist()
+        return values

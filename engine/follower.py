@@ -23,7 +23,7 @@ class Follower:
         self.gpus = gpu_uuids(parts.device)
         self.choices = parts.choices
         self.stats = EngineStats()
-        sizes = resolve_sizes(settings, parts.device, has_latents=parts.model.spec.latent is not None)
+        sizes = resolve_sizes(settings, parts.device, block_size=parts.model.block_size)
         self._replica = make_replica(
             parts.model, parts.device, parts.ranks, settings, sizes=sizes, max_model_len=self.max_model_len
         )

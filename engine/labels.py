@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.device import to_device
+from engine.device import ToHost, to_device
 from engine.forced import CONTEXT_TOKENS
 from engine.text import Text
 from engine.types import Sequence
@@ -225,7 +225,7 @@ class Labels:
         return build_trie(len(labels), [(index, ids + end) for index, ids in enumerate(spellings) for end in ends])
 
 
-def launch_branches(logits: Tensor, sequences: Seq[Sequence]) -> tuple[list[Sequence], Tensor] | None:
+def launch_branches(logits: Tensor, sequences: Seq[Sequence]) -> tuple[list[Sequence], ToHost] | None:
     """Launch the log-probabilities, float32 [P, B], of the tokens that the sequences' branches ask for.
 
     ``logits`` float32 [L, V], a row for each sequence, are read only. None if no sequence has a branch.
@@ -241,4 +241,4 @@ def launch_branches(logits: Tensor, sequences: Seq[Sequence]) -> tuple[list[Sequ
     on_device = to_device(arrays, logits.device)
     picked = logits[on_device["rows"][:, None], on_device["tokens"].clamp(min=0)]
     picked = picked.masked_fill(on_device["tokens"] < 0, -torch.inf)
-    return [sequence for _, sequence in rows], picked.log_softmax(dim=-1)
+    return [sequence for _, sequence in rows], ToHost(picked.log_softmax(dim=-1))

@@ -17,7 +17,7 @@ import structlog
 import torch
 
 from engine.cache import BlockPool
-from engine.device import gpu_uuids, resolve_sizes, select_device
+from engine.device import ToHost, gpu_uuids, resolve_sizes, select_device
 from engine.dist import Ranks, connect, share_experts
 from engine.forced import CONTEXT_TOKENS, ForcedText
 from engine.grammar import Grammars
@@ -55,7 +55,7 @@ class Launched:
 
     sequences: list[Sequence]
     draw: Draw | None
-    branches: tuple[list[Sequence], torch.Tensor] | None = None
+    branches: tuple[list[Sequence], ToHost] | None = None
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Engine:
     def __init__(self, model: ModelRef, settings: EngineSettings, parts: Parts | None = None) -> None:
         parts = parts or load_parts(model, settings)
         spec = parts.model.spec
-        sizes = resolve_sizes(settings, parts.device, has_latents=spec.latent is not None)
+        sizes = resolve_sizes(settings, parts.device, block_size=parts.model.block_size)
         self.max_model_len = min(model.max_model_len, spec.max_position_embeddings)
         self.credits = max(256, 2 * sizes.max_num_seqs)  # the second half keeps the batch full across the pipe's delay
         self.device = str(parts.device)
@@ -294,7 +294,7 @@ class Engine:
                 self._finish(sequence, reason)
         if launched.branches:
             probes, logprobs = launched.branches
-            for probe, of_its_tokens in zip(probes, logprobs.tolist(), strict=True):
+            for probe, of_its_tokens in zip(probes, logprobs.read(), strict=True):
                 self._scheduler.finish(probe)
                 if completion := self._labels.take(probe, of_its_tokens):
                     self._complete(completion)

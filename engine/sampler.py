@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.device import to_device
+from engine.device import ToHost, to_device
 from engine.masks import Masks
 from engine.types import Sequence
 from kernels.api import Kernels, SamplingBatch
@@ -43,21 +43,11 @@ class Draw:
 
     def __init__(self, tokens: Tensor, logprobs: Tensor) -> None:
         self.tokens = tokens
-        pairs = torch.stack((tokens.double(), logprobs.double()))  # one transfer; ids are exact in a double
-        self._was_copied: torch.cuda.Event | None = None
-        if tokens.is_cuda:
-            self._pairs = torch.empty(pairs.shape, dtype=pairs.dtype, pin_memory=True)
-            self._pairs.copy_(pairs, non_blocking=True)
-            self._was_copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._was_copied.record()
-        else:
-            self._pairs = pairs
+        self._pairs = ToHost(torch.stack((tokens.double(), logprobs.double())))  # ids are exact in a double
 
     def read(self) -> list[tuple[int, float]]:
         """Wait for the tokens and their log-probabilities. Token -1: none is allowed."""
-        if self._was_copied is not None:
-            self._was_copied.synchronize()
-        return [(int(token), logprob) for token, logprob in zip(*self._pairs.tolist(), strict=True)]
+        return [(int(token), logprob) for token, logprob in zip(*self._pairs.read(), strict=True)]
 
 
 def build_sampling_batch(sequences: Seq[Sequence], device: torch.device) -> SamplingBatch:

@@ -119,6 +119,10 @@ class Exchange(Protocol):
         """
 
 
+BLOCK_SIZE = 16
+"""Tokens of a cache block where nothing asks for more: the shorter, the more of a prompt's shared start is found."""
+
+
 @dataclass(frozen=True)
 class Choice:
     """Which backend runs an operation, and why; logged, stored with the job and shown by the doctor."""
@@ -144,6 +148,9 @@ class Kernels(Protocol):
     @property
     def decode_only(self) -> frozenset[str]:
         """Operations that a CUDA graph can hold only where each sequence has one row."""
+
+    def latent_block_size(self, num_heads: int) -> int:
+        """Tokens of a cache block with which ``latent_attention`` of so many heads is fastest."""
 
     def pack_weight(self, weight: Tensor, bias: Tensor | None = None) -> Any:
         """Prepare ``weight`` [out, in] (and ``bias`` [out]) for ``linear``; may copy it into a faster layout."""
@@ -179,6 +186,12 @@ class Kernels(Protocol):
 
     def write_kv(self, cache: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Store k, v [N, G, D] into one layer's cache [2, num_blocks, B, G, D] at ``slots``, in place."""
+
+    def rotary_write_kv(
+        self, q: Tensor, k: Tensor, v: Tensor, cos_sin: tuple[Tensor, Tensor], *, cache: Tensor, slots: Tensor,
+        norms: HeadNorms | None = None,
+    ) -> Tensor:  # fmt: skip
+        """``rotary``, and ``write_kv`` of the rotated keys with v: the rotated q."""
 
     def attention(
         self, q: Tensor, cache: Tensor, batch: AttentionBatch, *, scale: float, window: int | None = None

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kernels import triton_fp8, triton_mla, triton_moe
-from kernels.api import AttentionBatch, Choice
+from kernels.api import BLOCK_SIZE, AttentionBatch, Choice
 from kernels.reference_fp8 import BLOCK, quantize_blocks
 from kernels.reference_mla import UpProjection
 from kernels.reference_moe import PackedExperts
@@ -80,6 +80,10 @@ class HopperKernels(TritonKernels):
         super().__init__(device, dtype, is_fp8=is_fp8)
         self.libraries = libraries
         self._schedule: tuple[AttentionBatch, bool, Schedule] | None = None  # of the last step, for all layers
+
+    def latent_block_size(self, num_heads: int) -> int:
+        """See Kernels.latent_block_size."""
+        return PAGE_SIZE if self.libraries.flash_mla is not None and num_heads >= self.min_heads else BLOCK_SIZE
 
     def attend_absorbed(
         self,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.api import AttentionBatch, ExpertRows, Gate, HeadNorms, SamplingBatch
+from kernels.api import BLOCK_SIZE, AttentionBatch, ExpertRows, Gate, HeadNorms, SamplingBatch
 from kernels.reference_fp8 import round_blocks, round_rows
 from kernels.reference_mla import UpProjection, absorb, attend_rows, project_values, split_up_projection
 from kernels.reference_moe import PackedExperts, combine, grouped_linear, pick, score, sort_by_expert
@@ -102,6 +102,10 @@ class ReferenceKernels:
         """See Kernels.decode_only."""
         return frozenset({"attention", "latent_attention"})
 
+    def latent_block_size(self, num_heads: int) -> int:
+        """See Kernels.latent_block_size."""
+        return BLOCK_SIZE
+
     def pack_weight(self, weight: Tensor, bias: Tensor | None = None) -> PackedWeight:
         """See Kernels.pack_weight; copies the weight when it prepacks."""
         if self.can_prepack and weight.device.type == "cpu" and weight.dtype == self.dtype:
@@ -156,6 +160,15 @@ class ReferenceKernels:
         """See Kernels.silu_mul."""
         gate, up = gate_up.chunk(2, dim=-1)
         return functional.silu(gate).mul_(up)
+
+    def rotary_write_kv(
+        self, q: Tensor, k: Tensor, v: Tensor, cos_sin: tuple[Tensor, Tensor], *, cache: Tensor, slots: Tensor,
+        norms: HeadNorms | None = None,
+    ) -> Tensor:  # fmt: skip
+        """See Kernels.rotary_write_kv."""
+        q, k = self.rotary(q, k, *cos_sin, norms)
+        self.write_kv(cache, slots, k, v)
+        return q
 
     def write_kv(self, cache: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """See Kernels.write_kv."""

@@ -75,18 +75,15 @@ class TritonKernels(ReferenceKernels):
         self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None = None
     ) -> tuple[Tensor, Tensor]:
         """See Kernels.rotary."""
-        rows, heads, size = q.shape
-        q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device)
-        if rows:
-            total = heads + k.shape[1]
-            q_weight, k_weight, eps = norms or (cos, cos, 0.0)
-            _rotary[(rows,)](
-                q, k, q_out, k_out, cos, sin, q_weight, k_weight, eps,
-                q.stride(0), q.stride(1), k.stride(0), k.stride(1), heads, k.shape[1],
-                HALF=size // 2, HEADS=triton.next_power_of_2(total), HAS_NORMS=norms is not None,
-            )  # fmt: skip
-        return q_out, k_out
+        return _launch_rotary(q, k, (cos, sin), norms, k_out), k_out
+
+    def rotary_write_kv(
+        self, q: Tensor, k: Tensor, v: Tensor, cos_sin: tuple[Tensor, Tensor], *, cache: Tensor, slots: Tensor,
+        norms: HeadNorms | None = None,
+    ) -> Tensor:  # fmt: skip
+        """See Kernels.rotary_write_kv."""
+        return _launch_rotary(q, k, cos_sin, norms, cache, (slots, v))
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """See Kernels.silu_mul."""
@@ -196,6 +193,25 @@ def _can_widen(device: torch.device | None, dtype: torch.dtype) -> bool:
     return True
 
 
+def _launch_rotary(
+    q: Tensor, k: Tensor, cos_sin: tuple[Tensor, Tensor], norms: HeadNorms | None, k_out: Tensor,
+    cached: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:  # fmt: skip
+    """Rotated q; rotated k goes to ``k_out``, which with ``cached`` (slots, v) is a cache that takes v as well."""
+    rows, heads, size = q.shape
+    q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if rows:
+        q_weight, k_weight, eps = norms or (*cos_sin, 0.0)
+        slots, v = cached or (k, k)
+        _rotary[(rows,)](
+            q, k, q_out, k_out, *cos_sin, q_weight, k_weight, eps, slots, v,
+            q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), k_out.stride(0),
+            heads, k.shape[1], HALF=size // 2, HEADS=triton.next_power_of_2(heads + k.shape[1]),
+            HAS_NORMS=norms is not None, HAS_CACHE=cached is not None,
+        )  # fmt: skip
+    return q_out
+
+
 @triton.jit
 def _rms_norm(x, weight, out, row_stride, head_stride, heads, width, eps, BLOCK: tl.constexpr):
     row, columns = tl.program_id(0), tl.arange(0, BLOCK)
@@ -222,9 +238,11 @@ def _add_rms_norm(x, residual, weight, width, eps, BLOCK: tl.constexpr):
 
 @triton.jit
 def _rotary(
-    q, k, q_out, k_out, cos, sin, q_weight, k_weight, eps, q_row, q_head, k_row, k_head, q_heads, k_heads,
-    HALF: tl.constexpr, HEADS: tl.constexpr, HAS_NORMS: tl.constexpr,
+    q, k, q_out, k_out, cos, sin, q_weight, k_weight, eps, slots, v, q_row, q_head, k_row, k_head, v_row, v_head,
+    value_offset, q_heads, k_heads,
+    HALF: tl.constexpr, HEADS: tl.constexpr, HAS_NORMS: tl.constexpr, HAS_CACHE: tl.constexpr,
 ):  # fmt: skip
+    """One row. With HAS_CACHE keys and values go to its slot: keys at ``k_out``, values ``value_offset`` behind."""
     row = tl.program_id(0)
     heads, dims = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
     is_query, is_head = heads < q_heads, heads < q_heads + k_heads
@@ -242,10 +260,18 @@ def _rotary(
         first = ((first * scale).to(dtype) * tl.load(weight)).to(tl.float32)
         second = ((second * scale).to(dtype) * tl.load(weight + HALF)).to(tl.float32)
     target_q = q_out + (row * q_heads + heads) * 2 * HALF + dims
-    target_k = k_out + (row * k_heads + heads - q_heads) * 2 * HALF + dims
+    k_place = row
+    if HAS_CACHE:
+        k_place = tl.load(slots + row)
+    target_k = k_out + (k_place * k_heads + heads - q_heads) * 2 * HALF + dims
     target = tl.where(is_query, target_q, target_k)
     tl.store(target, (first * cosine - second * sine).to(q_out.dtype.element_ty), mask=is_head)
     tl.store(target + HALF, (second * cosine + first * sine).to(q_out.dtype.element_ty), mask=is_head)
+    if HAS_CACHE:
+        is_value = is_head & (heads >= q_heads)
+        source_v = v + row * v_row + (heads - q_heads) * v_head + dims
+        tl.store(target + value_offset, tl.load(source_v, mask=is_value), mask=is_value)
+        tl.store(target + value_offset + HALF, tl.load(source_v + HALF, mask=is_value), mask=is_value)
 
 
 @triton.jit

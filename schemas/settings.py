@@ -43,7 +43,7 @@ class EngineSettings(Section):
     context_parallel: int = Field(default=1, ge=1)  # ranks that share the rows of a prefill
     block_size: int = Field(default=0, ge=0)  # tokens per KV block; 0: 16, or 64 for latent attention on a GPU
     kv_cache_gib: float = Field(default=0.0, ge=0)  # 0: 0.9 of free GPU memory; 2 GiB on the CPU
-    max_num_seqs: int = Field(default=0, ge=0)  # sequences in a batch; 0: 64 on the CPU, 512 on a GPU
+    max_num_seqs: int = Field(default=0, ge=0)  # sequences in a batch; 0: 64 on the CPU, 1024 on a GPU
     max_num_batched_tokens: int = Field(default=0, ge=0)  # rows of a step; 0: 512 on the CPU, 4096 on a GPU
     cuda_graphs: bool = True  # decode steps on a GPU are replayed instead of launched kernel by kernel
     overlap: bool | None = None  # launch a step before the tokens of the one before are read; None: on a GPU

@@ -25,6 +25,8 @@ class Model(Protocol):
     """Whether a CUDA graph can hold a decode step."""
     shares_prefixes: bool
     """Whether decode rows that share a prefix read it once, if the batch names it."""
+    block_size: int
+    """Tokens of a cache block that attention is fastest with."""
     max_mixed_rows: int
     """Rows of the largest step of any runs that one can hold too, and is faster with; 0: none."""
 

@@ -23,12 +23,10 @@ from engine.models.layers import Rotary
 from engine.models.moe import SparseMlp
 from engine.models.spec import ModelSpec
 from engine.shards import HEAD, ShardedWeights, head_part, shard_spec
-from kernels.api import AttentionBatch, Kernels
+from kernels.api import BLOCK_SIZE, AttentionBatch, Kernels
 
 MIXED_ROWS = 4096
 """Larger steps keep the device busy longer than their launches take."""
-MIXED_ROWS_OF_LATENTS = 1024
-"""With more rows, expanding latents of long chunks, which no recorded step can plan, saves more than launches cost."""
 
 
 class Attention(Protocol):
@@ -84,10 +82,10 @@ class Decoder:
         self._head = kernels.pack_weight(head)
         operations = {"latent_attention" if spec.latent else "attention"} | ({"experts_mlp"} if spec.experts else set())
         self.is_recordable = kernels.unrecordable.isdisjoint(operations)
+        self.block_size = kernels.latent_block_size(shard.num_heads) if spec.latent else BLOCK_SIZE
         can_mix = kernels.decode_only.isdisjoint(operations) and ranks.context.size == 1
         self.shares_prefixes = kernels.prefix_sharing.issuperset(operations - {"experts_mlp"})
-        most_rows = MIXED_ROWS_OF_LATENTS if spec.latent else MIXED_ROWS
-        self.max_mixed_rows = most_rows if self.is_recordable and can_mix else 0
+        self.max_mixed_rows = MIXED_ROWS if self.is_recordable and can_mix else 0
         self._rotary = Rotary(spec.rope, spec.head_dim, self._device, self._dtype)
 
     def alloc_cache(self, num_blocks: int, block_size: int) -> list[Tensor]:

@@ -41,9 +41,12 @@ class GroupedAttention:
         kernels = self._kernels
         parts = kernels.linear(hidden, self._qkv).split(self._sizes, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self._head_dim)) for part in parts)
-        q, k = kernels.rotary(q, k, *cos_sin, self._norms)
-        k, v = (self._context.gather(side, len(batch.slots)) for side in (k, v))
-        kernels.write_kv(cache, batch.slots, k, v)
+        if self._context.size == 1:
+            q = kernels.rotary_write_kv(q, k, v, cos_sin, cache=cache, slots=batch.slots, norms=self._norms)
+        else:
+            q, k = kernels.rotary(q, k, *cos_sin, self._norms)
+            k, v = (self._context.gather(side, len(batch.slots)) for side in (k, v))
+            kernels.write_kv(cache, batch.slots, k, v)
         return kernels.attention(q, cache, batch, scale=self._head_dim**-0.5, window=self._window).flatten(1)
 
 

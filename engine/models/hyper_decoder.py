@@ -18,7 +18,7 @@ from engine.models.hyper import HyperConnection, HyperHead
 from engine.models.layers import inverse_frequencies
 from engine.models.limited_moe import LimitedExperts
 from engine.models.spec import ModelSpec
-from kernels.api import Kernels
+from kernels.api import BLOCK_SIZE, Kernels
 
 
 class HyperLayer:
@@ -39,7 +39,7 @@ class HyperDecoder:
     """Implements engine.models.Model."""
 
     is_recordable = shares_prefixes = False
-    max_mixed_rows = 0
+    block_size, max_mixed_rows = BLOCK_SIZE, 0
     expert_balance: ExpertBalance | None = None
 
     def __init__(self, spec: ModelSpec, source: WeightSource, kernels: Kernels) -> None:

@@ -34,7 +34,7 @@ class HashModel:
 
     is_recordable = False
     shares_prefixes = False
-    max_mixed_rows = 0
+    block_size, max_mixed_rows = 16, 0
     expert_balance = None
 
     def __init__(self, max_position_embeddings: int = 4096, favourites: Iterable[int] = (), boost: float = 3.0) -> None:

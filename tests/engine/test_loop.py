@@ -381,11 +381,11 @@ def test_the_counters_add_up() -> None:
 
 def test_sizes_follow_the_device_unless_they_are_set() -> None:
     cpu = torch.device("cpu")
-    sizes = resolve_sizes(EngineSettings(), cpu, has_latents=True)
+    sizes = resolve_sizes(EngineSettings(), cpu, block_size=16)
     assert (sizes.max_num_seqs, sizes.max_num_batched_tokens, sizes.kv_cache_bytes) == (64, 512, 2 * 2**30)
-    assert (
-        resolve_sizes(EngineSettings(max_num_seqs=3, kv_cache_gib=0.5), cpu, has_latents=False).kv_cache_bytes == 2**29
-    )
+    assert sizes.block_size == 16
+    sizes = resolve_sizes(EngineSettings(block_size=8, kv_cache_gib=0.5), cpu, block_size=16)
+    assert (sizes.block_size, sizes.kv_cache_bytes) == (8, 2**29)
     with pytest.raises(SettingsError, match=r"engine\.device 'nowhere'"):
         select_device(EngineSettings(device="nowhere"))
 

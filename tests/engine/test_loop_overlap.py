@@ -2,11 +2,15 @@
 
 from typing import Any
 
+import msgspec
 import pytest
+import torch
 
-from schemas.records import Completion, FinishReason
+from schemas.records import Completion, FinishReason, Request, Sampling
 from tests.engine.fakes import END, HashModel, finish_all, make_engine, run_all
 from tests.engine.test_loop import CONSTRAINTS, mixed_requests, request
+from tests.engine.test_parity import make_engine as make_real_engine
+from tests.tiny_models import write_tiny_model
 
 
 def complete(overlap: bool, count: int = 96, **settings: Any) -> dict[str, Completion]:
@@ -68,3 +72,31 @@ def test_a_cancelled_row_drops_what_is_in_flight() -> None:
     assert done["a"].finish_reason == FinishReason.CANCELLED
     assert done["b"].num_prompt_tokens > 0
     assert len(done["b"].token_ids) == 8
+
+
+def ranked(request: Request) -> Request:
+    sampling = Sampling(max_tokens=24, top_labels=3)
+    return msgspec.structs.replace(request, request_id=f"ranked {request.request_id}", sampling=sampling)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v2"])
+@pytest.mark.parametrize("is_filtered", [False, True], ids=["fused", "filtered"])
+def test_no_step_waits_for_the_device(family: str, is_filtered: bool, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Else the next step is launched too late: torch raises where a call waits for all that was launched."""
+    model = write_tiny_model(tmp_path_factory.mktemp("model"), family)
+    engine = make_real_engine(str(model), 256, dtype="bfloat16", device="cuda", max_num_seqs=32, kv_cache_gib=0.1)
+    for constraint in CONSTRAINTS:
+        engine.add_constraint(constraint)
+    requests = [
+        each for each in mixed_requests(96) if is_filtered or not (each.sampling.top_k or each.sampling.top_p < 1)
+    ]
+    requests += [ranked(each) for each in requests if each.constraint_key == CONSTRAINTS[3].key]
+    run_all(engine, requests)  # compiles kernels and grammars
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        done = run_all(engine, requests)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(done) == len(requests)

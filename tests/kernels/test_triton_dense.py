@@ -85,13 +85,22 @@ def test_rotary_and_swiglu_equal_the_reference(dtype: torch.dtype) -> None:
 
 
 def test_keys_and_values_land_in_their_slots_and_nowhere_else() -> None:
-    fused = draw(4, 4 * 16, seed=5)
-    k, v = (part.unflatten(-1, (2, 16)) for part in fused.split(32, dim=-1))
+    fused, angles = draw(4, 7 * 16, seed=5), draw(4, 8, seed=4).repeat(1, 2)
+    q, k, v = (part.unflatten(-1, (-1, 16)) for part in fused.split([48, 32, 32], dim=-1))
     slots = torch.tensor([9, 2, 31, 16], device=DEVICE)
-    caches = [draw(2, 4, 8, 2, 16, seed=6) for _ in range(2)]
-    TritonKernels(DEVICE).write_kv(caches[0], slots, k, v)
-    ReferenceKernels(DEVICE).write_kv(caches[1], slots, k, v)
-    assert torch.equal(*caches)
+    norms = HeadNorms(draw(16, seed=7), draw(16, seed=8), 1e-5)
+    written = []
+    for kernels in (TritonKernels(DEVICE), ReferenceKernels(DEVICE)):
+        plain, rotated, normed = (draw(2, 4, 8, 2, 16, seed=6) for _ in range(3))
+        kernels.write_kv(plain, slots, k, v)
+        turned = (
+            kernels.rotary_write_kv(q, k, v, (angles.cos(), angles.sin()), cache=cache, slots=slots, norms=each)
+            for cache, each in ((rotated, None), (normed, norms))
+        )
+        written.append((plain, *turned, rotated, normed))
+    assert torch.equal(written[0][0], written[1][0])
+    for got, wanted in zip(*written, strict=True):
+        assert relative_error(got, wanted) < TOLERANCE[torch.float32]
 
 
 @settings(max_examples=EXAMPLES, deadline=None)

@@ -69,6 +69,8 @@ def resolve_sizes(settings: EngineSettings, device: torch.device, *, block_size:
     ``block_size`` is what the model's attention is fastest with.
     """
     is_gpu = device.type == "cuda"
+    if is_gpu:
+        torch.cuda.empty_cache()  # loading leaves behind what weights were made of: for V3, as much as a layer twice
     if settings.kv_cache_gib:
         kv_cache_bytes = int(settings.kv_cache_gib * GIB)
     elif is_gpu:

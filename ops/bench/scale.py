@@ -24,6 +24,8 @@ DECODES = (64, 128, 256, 512)
 SKEWED_ROWS = 256
 EPLB = {"expert_copies": 2, "rebalance_interval": 4}
 PROBE_TIMEOUT_S = 120.0
+GPU_ENGINE = {"kv_cache_gib": 24}
+"""What is left belongs to steps: 256 experts with room for 512 rows each take 4 GiB in fp8."""
 CPU_ENGINE = {"device": "cpu", "num_threads": 1, "kv_cache_gib": 0.05, "max_num_seqs": 8}
 
 
@@ -73,7 +75,7 @@ def scale_points(bench: ScaleBench, counts: Sequence[int]) -> list[Point]:
     """What matters most first: the largest count, one rank, those between, balance, drafts, full depth."""
     most = max(counts)
     shape, decodes = (TINY, (4,)) if bench.is_cpu else (SLICE, DECODES)
-    base = CPU_ENGINE if bench.is_cpu else {}
+    base = CPU_ENGINE if bench.is_cpu else GPU_ENGINE
     works = (*(() if bench.is_cpu else ("extract",)), *(f"{DECODE}{rows}" for rows in decodes))
     skewed = (f"{DECODE}{decodes[-1] if bench.is_cpu else SKEWED_ROWS}",)
 

@@ -1,17 +1,17 @@
 """Ends a document before its budget does: a draw after which it could no longer end is replaced by the shortest end.
 
-A row pays nothing until its budget is as small as the longest of the shortest ends. Knows no scheduling and no grammar
-engine; the matcher has the last word on what is appended.
+How far the end is depends on a row's place in the language only. Knows no scheduling and no grammar engine; the matcher
+has the last word on what is appended.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence as Seq
 from functools import lru_cache
 from typing import NamedTuple
 
+from engine.states import SharedMatcher
 from engine.types import Ids, Matcher, Sequence
 from engine.vocabulary import Vocabulary
 from schemas.completion import Place, TooComplex, Walker
@@ -43,6 +43,8 @@ class Position(NamedTuple):
     @property
     def length(self) -> Length:
         """Bytes of the shortest end; ``inf`` if none is known."""
+        if not self.open:
+            return self.place.length
         rest, place = self._whole()
         return len(rest) + place.length
 
@@ -71,38 +73,71 @@ def _code_points(start: bytes) -> tuple[int, int]:
 
 
 class Closer:
-    """What is known of one grammar; its rows share it."""
+    """Follows one grammar, and ends its rows in time."""
 
     def __init__(self, language: Language, vocabulary: Vocabulary) -> None:
-        self.language = language
         self.vocabulary = vocabulary
-        self.walker = Walker(language)
-        self.is_given_up = False  # the grammar is too complex to be followed
-        self.fewest_tokens = lru_cache(ENDS_KEPT)(vocabulary.fewest_tokens)
-        language.farthest_within(0)  # what the rows ask, found out here
+        self._longest = language.longest
+        self._walker = Walker(language)
+        self._is_given_up = False  # the grammar is too complex to be followed
+        self._end = lru_cache(ENDS_KEPT)(self._find_end)
 
     def first(self) -> Position | None:
         """See Places.first."""
         try:
-            return None if self.is_given_up else Position(self.walker.start())
+            return None if self._is_given_up else Position(self._walker.start())
         except TooComplex:
-            self.is_given_up = True
+            self._is_given_up = True
             return None
 
     def after(self, place: Position, token_id: int) -> Position | None:
         """See Places.after; a text that the language does not have, whatever the engine's grammar says, is nowhere."""
+        if self._is_given_up:
+            return None
         try:
             position = place.walk(self.vocabulary.tokens[token_id])
         except TooComplex:
-            self.is_given_up = True
+            self._is_given_up = True
             return None
         return None if position.place.is_dead else position
 
-    def start(self, max_tokens: int) -> Closing | None:
-        """Watch over a new row; None if its output cannot be longer than ``max_tokens``, or if nothing can be done."""
-        if self.is_given_up or max_tokens >= self.language.longest:
+    def is_needed(self, max_tokens: int) -> bool:
+        """Whether an output may be longer than ``max_tokens``."""
+        return max_tokens < self._longest
+
+    def replace(self, sequence: Sequence, matcher: SharedMatcher, token_ids: Ids) -> Ids | None:
+        """The tokens that end the output in the place of ``token_ids``, if those would leave too little of the budget.
+
+        The matcher has accepted ``token_ids``, which the sequence does not have yet, and then the tokens returned.
+        """
+        before: Position | None = matcher.place_before(len(token_ids))
+        if before is None or self._is_given_up:
             return None
-        return Closing(self)
+        after: Position = matcher.place_before(0) or before  # out of the language it comes no closer to an end
+        num_left = sequence.max_tokens - sequence.num_output - len(token_ids)
+        try:
+            if self._fits(after, num_left):
+                return None
+            end = self._end(before)
+        except TooComplex:
+            self._is_given_up = True
+            return None
+        if end is None or len(end) > num_left + len(token_ids):
+            return None
+        return end if exchange(matcher, token_ids, end) else None
+
+    def _fits(self, position: Position, num_tokens: int) -> bool:
+        length = position.length
+        if length <= num_tokens:
+            return True
+        if length > num_tokens * self.vocabulary.max_bytes:
+            return False
+        end = self._end(position)
+        return end is not None and len(end) <= num_tokens
+
+    def _find_end(self, position: Position) -> Ids | None:
+        """The fewest tokens that write the shortest end; None if no tokens do, or if there is none."""
+        return None if position.length == math.inf else self.vocabulary.fewest_tokens(position.end())
 
 
 def make_closer(constraint: Constraint, vocabulary: Vocabulary) -> Closer | None:
@@ -111,64 +146,6 @@ def make_closer(constraint: Constraint, vocabulary: Vocabulary) -> Closer | None
         return Closer(language_of(constraint), vocabulary)
     except RecursionError:
         return None
-
-
-class Closing:
-    """Watches over the budget of one row."""
-
-    def __init__(self, closer: Closer) -> None:
-        self._closer = closer
-        self._position: Position | None = None
-        self._num_walked = 0  # tokens of the answer
-        self._num_openers = 0
-
-    def replace(self, sequence: Sequence, matcher: Matcher, token_ids: Ids) -> Ids | None:
-        """The tokens that end the output in the place of ``token_ids``, if those would leave too little of the budget.
-
-        The matcher has accepted ``token_ids``, which the sequence does not have yet, and then the tokens returned.
-        """
-        num_left = sequence.max_tokens - sequence.num_output - len(token_ids)
-        if self._closer.is_given_up or num_left > self._farthest(token_ids):
-            return None
-        try:
-            return self._find(sequence, matcher, token_ids, num_left)
-        except TooComplex:
-            self._closer.is_given_up = True
-            return None
-
-    def _farthest(self, token_ids: Ids) -> Length:
-        """How long the shortest end can be by now."""
-        language, tokens = self._closer.language, self._closer.vocabulary.tokens
-        if language.farthest == math.inf:
-            text = b"".join(tokens[token_id] for token_id in token_ids)
-            self._num_openers += sum(text.count(opener.encode()) for opener in language.openers)
-        return language.farthest_within(self._num_openers)
-
-    def _find(self, sequence: Sequence, matcher: Matcher, token_ids: Ids, num_left: int) -> Ids | None:
-        position = self._position or Position(self._closer.walker.start())
-        before = self._walk(position, sequence.token_ids[sequence.answer_start + self._num_walked :])
-        after = self._walk(before, token_ids)
-        if not self._fits(after, num_left):
-            end = self._end(before)
-            if end is not None and len(end) <= num_left + len(token_ids) and exchange(matcher, token_ids, end):
-                return end
-        self._position, self._num_walked = after, sequence.num_answered + len(token_ids)
-        return None
-
-    def _walk(self, position: Position, token_ids: Seq[int]) -> Position:
-        tokens = self._closer.vocabulary.tokens
-        return position.walk(b"".join(tokens[token_id] for token_id in token_ids))
-
-    def _fits(self, position: Position, num_tokens: int) -> bool:
-        if position.length <= num_tokens:
-            return True
-        if position.length > num_tokens * self._closer.vocabulary.max_bytes:
-            return False
-        end = self._end(position)
-        return end is not None and len(end) <= num_tokens
-
-    def _end(self, position: Position) -> Ids | None:
-        return None if position.length == math.inf else self._closer.fewest_tokens(position.end())
 
 
 def exchange(matcher: Matcher, old: Ids, new: Ids) -> bool:

@@ -24,7 +24,7 @@ import torch
 import xgrammar
 from torch import Tensor
 
-from engine.closing import Closer, Closing, make_closer
+from engine.closing import Closer, make_closer
 from engine.grammar_files import GrammarFiles
 from engine.guidance import GuidanceCompiler, GuidanceGrammar, GuidanceMasks, GuidanceMatcher
 from engine.masks import Masks, MaskTable
@@ -138,10 +138,10 @@ class Grammars:
             self._queue.append(key)  # poll starts it, so that poll reports it
         return None
 
-    def closing(self, key: str, max_tokens: int) -> Closing | None:
+    def closer(self, key: str, max_tokens: int) -> Closer | None:
         """What watches over the budget of a row that has a matcher; None if it needs none."""
         closer = self._compiled[key].closer
-        return closer.start(max_tokens) if closer else None
+        return closer if closer and closer.is_needed(max_tokens) else None
 
     def spelling(self, key: str) -> tuple[Constraint, Seq[bytes]]:
         """A compiled constraint, and the vocabulary as the bytes that it is matched with."""

@@ -318,8 +318,8 @@ class Engine:
             self.stats.num_output_tokens += self._thoughts.extend(sequence, drawn, logprob)
             return None if sequence.thought else self._extend(sequence)
         forced = self._forced_after(sequence, drawn)
-        if sequence.closing and sequence.matcher:
-            end = sequence.closing.replace(sequence, sequence.matcher, (*drawn, *forced))
+        if sequence.closer and sequence.matcher:
+            end = sequence.closer.replace(sequence, sequence.matcher, (*drawn, *forced))
             if end is not None:
                 sequence.num_steered = len(end)
                 self._record(sequence, end, (0.0,) * len(end))
@@ -367,7 +367,7 @@ class Engine:
                 self._awaiting_grammar[key].append(sequence)
                 return
             num_left = sequence.max_tokens - sequence.request.sampling.thinking_budget
-            sequence.closing = self._grammars.closing(key, num_left)
+            sequence.closer = self._grammars.closer(key, num_left)
         self._thoughts.begin(sequence)
         if reason := self._extend(sequence):
             self._finish(sequence, reason)

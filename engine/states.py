@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from engine.types import Ids, Matcher
 
 MAX_STATES = 2**14
-"""Of one grammar."""
+"""Of one grammar; beyond, all are forgotten."""
 MAX_EDGES = 2**16
 """Tokens of one grammar that are kept with the state they lead to: a look-up instead of a walk."""
 MIN_VISITS = 2
@@ -108,12 +108,18 @@ class SharedStates:
             self._num_edges += 1
         return child
 
+    def _forget(self) -> None:
+        """Start anew: what is needed comes back. Rows keep the states that they are in."""
+        self.num_states, self._num_edges = 1, 0
+        self.root.children.clear()
+        self._by_place = {self.root.place: self.root}
+
     def _place_after(self, state: State, token_id: int) -> Hashable:
         return None if self._places is None or state.place is None else self._places.after(state.place, token_id)
 
     def _add(self, place: Hashable) -> State:
         if self.num_states >= MAX_STATES:
-            return State(place)
+            self._forget()
         self.num_states += 1
         state = State(place, is_kept=True)
         if place is not None:
@@ -175,6 +181,10 @@ class SharedMatcher:
         if self._native and (num_ahead := self._num_native - len(self._tokens)) > 0:
             self._native.rollback(num_ahead)
             self._num_native -= num_ahead
+
+    def place_before(self, num_tokens: int) -> Any:
+        """The place so many tokens ago; None if it is not known."""
+        return (self._passed[-num_tokens] if num_tokens else self.state).place
 
     def can_end(self) -> bool:
         """See Matcher.can_end."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import lru_cache
 
-from engine.closing import Closing
+from engine.closing import Closer
 from engine.forced import CONTEXT_TOKENS
 from engine.states import SharedMatcher
 from engine.text import Text
@@ -25,7 +25,7 @@ class Thought:
     """The thinking of one row, which owns it. It keeps what the row needs for its answer, until that begins."""
 
     matcher: SharedMatcher | None = None
-    closing: Closing | None = None
+    closer: Closer | None = None
     detokenizer: Detokenizer | None = None
 
     def __init__(self, end: str, max_tokens: int) -> None:
@@ -62,7 +62,7 @@ class Thoughts:
         if thinking := sequence.request.sampling.thinking:
             thought = Thought(thinking.end, fit(thinking, sequence.request.sampling, sequence.max_tokens))
             thought.matcher, sequence.matcher = sequence.matcher, None
-            thought.closing, sequence.closing = sequence.closing, None
+            thought.closer, sequence.closer = sequence.closer, None
             thought.detokenizer, sequence.detokenizer = sequence.detokenizer, None
             sequence.thought = thought
 
@@ -82,7 +82,7 @@ class Thoughts:
         sequence.logprobs.extend((*(logprob,) * num_kept, *(0.0,) * (len(tokens) - num_kept)))
         sequence.num_thought = sequence.num_output
         if end is not None:
-            sequence.matcher, sequence.closing = thought.matcher, thought.closing
+            sequence.matcher, sequence.closer = thought.matcher, thought.closer
             sequence.detokenizer, sequence.thought = thought.detokenizer, None
         return len(tokens)
 

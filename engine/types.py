@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from schemas.records import Request
 
 if TYPE_CHECKING:
-    from engine.closing import Closing
+    from engine.closing import Closer
     from engine.states import SharedMatcher
     from engine.thinking import Thought
 
@@ -77,7 +77,7 @@ class Sequence:
     num_prompt: int
     max_tokens: int  # output tokens at most: the request's, clamped by the model's length
     matcher: SharedMatcher | None = None
-    closing: Closing | None = None  # watches that the budget lasts to the grammar's end
+    closer: Closer | None = None  # sees that the budget lasts to the grammar's end
     thought: Thought | None = None  # what is written is free until this has ended; it keeps the two above until then
     num_thought: int = 0  # output tokens before the answer
     num_steered: int = 0  # output tokens at the end that closed it

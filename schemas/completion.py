@@ -226,10 +226,6 @@ class _Shared:
 
     longest: Length
 
-    @property
-    def farthest(self) -> Length:
-        return self.longest
-
     def step(self, char: str) -> _Shared | None:
         following = self.follow(char)
         return None if following is None or following.shortest() is None else following

@@ -33,7 +33,7 @@ def json_language(source: str, engine: GrammarEngine) -> Language:
     for name, definition in node.pop("$defs", {}).items():
         writer.rules[PREFIX + name] = writer.value(definition)
     root = writer.value(node)
-    return Language(root, writer.rules, openers="{[")
+    return Language(root, writer.rules)
 
 
 class _Writer:

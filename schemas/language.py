@@ -1,4 +1,4 @@
-"""The texts that a grammar engine can write, as trees: how short, how long, and how far from an end at any point.
+"""The texts that a grammar engine can write, as trees: how short and how long they are.
 
 Regular expressions, EBNF and the normal form of JSON Schemas all become such trees. Lengths are in bytes of UTF-8,
 ``inf`` where there is no bound. Knows no grammar engine and no tokens.
@@ -25,10 +25,6 @@ class Leaf(Protocol):
     def longest(self) -> Length:
         """Most bytes that it can still write."""
 
-    @property
-    def farthest(self) -> Length:
-        """An upper bound of the fewest bytes to an end, from anywhere inside."""
-
     def step(self, char: str) -> "Leaf | None":
         """What is left after one character; None if it does not fit."""
 
@@ -52,11 +48,6 @@ class Chars:
     def longest(self) -> Length:
         """Bytes of the last character."""
         return num_bytes(chr(self.ranges[-1][1]))
-
-    @property
-    def farthest(self) -> Length:
-        """Before the character, or after its first byte."""
-        return max(num_bytes(self.favourite), self.longest - 1)
 
     def shortest(self) -> str:
         """A whole character."""
@@ -108,15 +99,11 @@ def num_bytes(text: str) -> int:
 
 
 class Language:
-    """The trees of one grammar.
+    """The trees of one grammar."""
 
-    ``openers``: between three rules that stand inside each other is one of these characters; "": not known.
-    """
-
-    def __init__(self, root: Tree, rules: Mapping[str, Tree] | None = None, *, openers: str = "") -> None:
+    def __init__(self, root: Tree, rules: Mapping[str, Tree] | None = None) -> None:
         self.root = root
         self.rules = _reachable(root, rules or {})
-        self.openers = openers
 
     @cached_property
     def lengths(self) -> dict[str, Length]:
@@ -137,32 +124,12 @@ class Language:
     @cached_property
     def longest(self) -> Length:
         """The longest text; ``inf`` if there is none, or if rules are recursive."""
-        return self._measure(_longest)
-
-    @cached_property
-    def farthest(self) -> Length:
-        """The most that the shortest way to an end can be, over all places; ``inf`` if rules are recursive."""
-        return self._measure(lambda tree, found: _farthest(tree, self.lengths, found))
-
-    @cached_property
-    def _reach(self) -> Length:
-        """The most that one rule, the others inside it not begun, adds to the shortest way to an end."""
-        trees = [self.root, *self.rules.values()]
-        return max(_farthest(tree, self.lengths, self.lengths) for tree in trees)
-
-    def farthest_within(self, num_openers: int) -> Length:
-        """As ``farthest``, over the places behind so many openers."""
-        if self.openers:
-            return min(self.farthest, self._reach * (1 + 2 * num_openers))
-        return self.farthest
-
-    def _measure(self, measure: Callable[[Tree, dict[str, Length]], Length]) -> Length:
         if self._order is None:
             return math.inf
         found: dict[str, Length] = {}
         for name in self._order:
-            found[name] = measure(self.rules[name], found)
-        return measure(self.root, found)
+            found[name] = _longest(self.rules[name], found)
+        return _longest(self.root, found)
 
     @cached_property
     def _order(self) -> list[str] | None:
@@ -231,25 +198,6 @@ def _longest(tree: Tree, rules: Mapping[str, Length]) -> Length:
     if isinstance(tree, Either):
         return max((_longest(option, rules) for option in tree.options), default=0)
     return tree.longest
-
-
-def _farthest(tree: Tree, lengths: Mapping[str, Length], rules: Mapping[str, Length]) -> Length:
-    """The most of the shortest ways from inside ``tree`` to its end, where those of each rule are known."""
-    if isinstance(tree, Rule):
-        return rules[tree.name]
-    if isinstance(tree, Many):
-        rest = _times(max(0, tree.low - 1), _shortest(tree.item, lengths))
-        return 0 if tree.high == 0 else _farthest(tree.item, lengths, rules) + rest
-    if isinstance(tree, Join):
-        most: Length = 0
-        rest = 0
-        for item in reversed(tree.items):
-            most = max(most, _farthest(item, lengths, rules) + rest)
-            rest += _shortest(item, lengths)
-        return most
-    if isinstance(tree, Either):
-        return max((_farthest(option, lengths, rules) for option in tree.options), default=0)
-    return num_bytes(tree) if isinstance(tree, str) else tree.farthest
 
 
 def from_regex(node: regex.Node, chars: Callable[[Ranges], Tree] = Chars) -> Tree:

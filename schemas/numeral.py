@@ -67,12 +67,6 @@ class Numeral:
             return math.inf
         return max(len(str(math.floor(low))), len(str(math.ceil(high)))) + (len(".") + decimals if decimals else 0)
 
-    @property
-    def farthest(self) -> float:
-        """Never more than the digits that bounds and modulus have."""
-        known = [x for x in (self.bounds.low, self.bounds.high, self.bounds.modulus) if x is not None]
-        return 3 + max((len(str(abs(x.numerator))) + len(str(x.denominator)) for x in known), default=0)
-
     def step(self, char: str) -> "Numeral | None":
         """One more digit, point or sign."""
         longer = replace(self, text=self.text + char)

@@ -212,9 +212,9 @@ def test_with_long_tokens_the_end_takes_the_fewest() -> None:
     )
     constraint = CONSTRAINTS["text and label"]
     matcher = start_matcher(grammars, constraint)
-    closing = grammars.closing(constraint.key, 64)
-    assert closing is not None
-    vocabulary = closing._closer.vocabulary
+    closer = grammars.closer(constraint.key, 64)
+    assert closer is not None
+    vocabulary = closer.vocabulary
     end = vocabulary.fewest_tokens(b'", "label": "bug"}')
     assert end is not None
     assert b"".join(vocabulary.tokens[token_id] for token_id in end) == b'", "label": "bug"}'

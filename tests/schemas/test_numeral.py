@@ -58,7 +58,6 @@ def test_the_shortest_end_is_the_shortest_and_fits(bounds: Bounds) -> None:
         else:
             assert fits(prefix + end, bounds)
             assert len(end) <= min(ends, default=len(end))
-            assert len(end) <= Numeral(bounds, prefix).farthest
 
 
 def test_a_numeral_takes_only_digits_that_lead_somewhere() -> None:

@@ -37,7 +37,7 @@ def try_finish(job: Job) -> bool:
     """
     if exists(job.store, SUCCESS_FILE):
         return True
-    if job.pending():
+    if job.has_pending():
         return False
     tally, ledger = _Tally(), LedgerWriter(job)
     try:
@@ -178,11 +178,13 @@ def _labelled_chunks(
 def _row_groups(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
     """Gather chunks into row groups that are neither many nor large."""
     held: list[pa.Table] = []
+    num_rows = num_bytes = 0
     for table in tables:
         held.append(table)
-        if sum(t.num_rows for t in held) >= ROW_GROUP_ROWS or sum(t.nbytes for t in held) >= ROW_GROUP_BYTES:
+        num_rows, num_bytes = num_rows + table.num_rows, num_bytes + table.nbytes
+        if num_rows >= ROW_GROUP_ROWS or num_bytes >= ROW_GROUP_BYTES:
             yield pa.concat_tables(held)
-            held = []
+            held, num_rows, num_bytes = [], 0, 0
     if held:
         yield pa.concat_tables(held)
 

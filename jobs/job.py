@@ -104,7 +104,8 @@ class Job:
         self.thresholds = file.thresholds
         self.chunks = plan.chunks
         self.input_schema: pa.Schema = plan.input_schema
-        self._infos: dict[str, PartInfo] = {}  # parts never change, parked ones may
+        self._infos: dict[str, PartInfo] = {}  # of parts, which never change
+        self._awaited: int | None = None  # the last chunk of those that had no part when somebody looked
 
     @classmethod
     def create(
@@ -217,6 +218,14 @@ class Job:
         if self.chunks and 0 not in committed and self.has_canary():
             return (0,)
         return tuple(chunk.index for chunk in self.chunks if chunk.index not in committed)
+
+    def has_pending(self) -> bool:
+        """Say whether a chunk is pending; all parts are listed only when the last one that was awaited is there."""
+        if self._awaited is None or self.is_committed(self._awaited):
+            committed = self.committed()
+            awaited = (chunk.index for chunk in reversed(self.chunks) if chunk.index not in committed)
+            self._awaited = next(awaited, None)
+        return self._awaited is not None
 
     def has_canary(self) -> bool:
         """Say whether the first chunk must be committed, and found good enough, before the others begin."""
@@ -381,7 +390,6 @@ class Job:
             self.store.delete(SUCCESS_FILE)  # first: a crash after it leaves a job that finishes as it was
         for index in indices:
             self.store.delete(part_key(index, PARKED))
-            self._infos.pop(part_key(index, PARKED), None)
         return indices
 
     def _indices(self, directory: str) -> frozenset[int]:
@@ -397,10 +405,12 @@ class Job:
         return part_key(index, PARTS if exists(self.store, part_key(index)) else PARKED)
 
     def _info(self, key: str) -> PartInfo:
-        if key not in self._infos:
+        if (info := self._infos.get(key)) is None:
             with self.store.open_reader(key) as source:
-                self._infos[key] = read_part_info(source, self.store.locate(key))
-        return self._infos[key]
+                info = read_part_info(source, self.store.locate(key))
+            if not info.is_parked:
+                self._infos[key] = info
+        return info
 
 
 def write_failure(directory: Store, cause: str, *, is_abort: bool = False) -> None:

@@ -142,6 +142,7 @@ class LedgerWriter:
         self._store = job.root.within(LEDGER).within(scope_of(job.spec))
         self._schema = _answer_schema(job.spec)
         self._held: list[pa.Table] = []
+        self._held_bytes = 0
         self._contents: list[str] = []
         self._is_broken = False
 
@@ -162,8 +163,9 @@ class LedgerWriter:
         columns = {name: part[names[name]] for name in self._schema.names}
         columns["meta"] = with_origin(part[names["meta"]].combine_chunks(), self._job.job_id)
         self._held.append(pa.table({KEYS[0]: high, KEYS[1]: low, **columns}))
+        self._held_bytes += self._held[-1].nbytes
         self._contents.append(f"{chunk_index}:{part.num_rows}")
-        if sum(table.nbytes for table in self._held) >= SEGMENT_BYTES:
+        if self._held_bytes >= SEGMENT_BYTES:
             self._flush()
 
     def close(self) -> None:
@@ -176,7 +178,8 @@ class LedgerWriter:
             log.warning("ledger_not_compacted", reason=str(error))
 
     def _flush(self) -> None:
-        tables, contents, self._held, self._contents = self._held, self._contents, [], []
+        tables, contents = self._held, self._contents
+        self._held, self._contents, self._held_bytes = [], [], 0
         if not tables or self._is_broken:
             return
         created = "".join(filter(str.isdigit, self._job.created.partition("+")[0]))

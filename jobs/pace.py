@@ -14,7 +14,7 @@ import numpy as np
 
 from schemas.records import Completion, Record
 
-MAX_MARKS = 128
+MAX_MARKS = 64
 """Of a chunk: enough to tell a batch from the next, and a few kilobytes in its part."""
 MAX_PIECES = 8
 LONE_ERROR, UNKNOWN_ERROR = 0.15, 0.4
@@ -43,6 +43,7 @@ class SteadyRate:
     """``error`` 0.1: runs like this one would differ by 10 %. Without ``is_steady`` the batch was not full for long."""
 
     is_steady: bool
+    completions_per_s: float
     tokens_per_s: float  # computed
     prompt_tokens: float  # computed for a completion: later ones find in the cache what the first ones put there
     error: float
@@ -101,9 +102,20 @@ def steady_rate(paces: Sequence[Pace]) -> SteadyRate | None:
     if num_running and at_s[first] < at_s[last] and sums[last, 0] - sums[first, 0] >= num_running:
         seconds, work = float(at_s[last] - at_s[first]), sums[last] - sums[first]
         error = _standard_error(at_s[first : last + 1], sums[first : last + 1, 0], num_running)
-        return SteadyRate(True, float(work[1:].sum()) / seconds, float(work[1] / work[0]), error)
+        return _rate(work, seconds, error, is_steady=True)
     seconds, work = max(1e-3, float(at_s[-1]) - min(pace.first_admitted_s for pace in paces)), sums[-1]
-    return SteadyRate(False, float(work[1:].sum()) / seconds, float(work[1] / work[0]), UNKNOWN_ERROR)
+    return _rate(work, seconds, UNKNOWN_ERROR, is_steady=False)
+
+
+def _rate(work: np.ndarray, seconds: float, error: float, *, is_steady: bool) -> SteadyRate:
+    done, prompt_tokens, output_tokens = work.tolist()
+    return SteadyRate(
+        is_steady=is_steady,
+        completions_per_s=done / seconds,
+        tokens_per_s=(prompt_tokens + output_tokens) / seconds,
+        prompt_tokens=prompt_tokens / done,
+        error=error,
+    )
 
 
 def _merge(paces: Sequence[Pace]) -> tuple[np.ndarray, np.ndarray]:

@@ -3,8 +3,7 @@
 A night that fails should fail in its first minutes: the worker looks while rows come in, ``--canary`` after its rows.
 """
 
-import threading
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
 
 LIMITED = tuple(status for status in RowStatus if status not in (RowStatus.OK, RowStatus.CLOSED, RowStatus.SKIPPED))
 CANARY_LIMITS = {RowStatus.INVALID: 0.1, RowStatus.TRUNCATED: 0.1}
-MAX_WATCHED_JOBS = 8
 
 
 class Thresholds(Record):
@@ -71,27 +69,14 @@ def find_breach(thresholds: Thresholds, counts: Mapping[RowStatus, int], num_cop
     return None
 
 
-class Watch:
-    """Looks at jobs while a process works on them; keeps the last few, so that a part's footer is read once."""
+def find_job_breach(job: "Job", running: Mapping[RowStatus, int] | None = None) -> str | None:
+    """Say which of its limits a job is beyond: with the rows committed, and those of a ``running`` chunk.
 
-    def __init__(self) -> None:
-        self._jobs: OrderedDict[tuple[str, str], Job] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def find_breach(self, job: "Job", running: Mapping[RowStatus, int] | None = None) -> str | None:
-        """Say which of its limits the job is beyond: with the rows committed, and those of a ``running`` chunk.
-
-        A canary that is committed is judged by the rows it has.
-        """
-        if job.thresholds is None or job.is_unlimited():
-            return None
-        key = (job.job_id, job.created)
-        with self._lock:
-            watched = self._jobs.setdefault(key, job)
-            self._jobs.move_to_end(key)
-            while len(self._jobs) > MAX_WATCHED_JOBS:
-                self._jobs.popitem(last=False)
-        thresholds = job.thresholds
-        if thresholds.canary_rows is not None and running is None:
-            thresholds = msgspec.structs.replace(thresholds, min_rows=1)
-        return find_breach(thresholds, Counter(watched.counts()) + Counter(running), watched.num_copied())
+    A canary that is committed is judged by the rows it has.
+    """
+    if job.thresholds is None or job.is_unlimited():
+        return None
+    thresholds = job.thresholds
+    if thresholds.canary_rows is not None and running is None:
+        thresholds = msgspec.structs.replace(thresholds, min_rows=1)
+    return find_breach(thresholds, Counter(job.counts()) + Counter(running), job.num_copied())

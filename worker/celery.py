@@ -16,10 +16,10 @@ from celery.signals import beat_init, celeryd_init
 
 from engine.client import EngineClient
 from jobs.broker import broker_url, ensure_broker
+from jobs.open_jobs import OpenJobs
 from jobs.queue import Queue, celery_config
 from jobs.source import ChunkReader
 from jobs.store import Store, open_store
-from jobs.thresholds import Watch
 from schemas.errors import NightmillError
 from schemas.log import configure_logging
 from schemas.model_files import model_ref
@@ -64,9 +64,9 @@ class WorkerApp(Celery):  # type: ignore[misc]
         return ChunkReader(self.settings.jobs.read_batch_bytes)
 
     @cached_property
-    def watch(self) -> Watch:
-        """Looks whether the jobs that are worked on are beyond their thresholds."""
-        return Watch()
+    def jobs(self) -> OpenJobs:
+        """The jobs that are worked on."""
+        return OpenJobs(self.store)
 
     @cached_property
     def model(self) -> ModelRef:

@@ -28,6 +28,7 @@ from jobs.report import ensure_report
 from jobs.results import run_rows
 from jobs.reuse import Known, read_known
 from jobs.spill import open_spill
+from jobs.thresholds import find_job_breach
 from schemas.errors import (
     BrokerError,
     EngineError,
@@ -82,7 +83,7 @@ def run_chunk(task: Any, job_id: str, index: int) -> None:
 def _receive(app: Any, slot: Slot, job_id: str, index: int) -> None:
     app.on_hop("received")
     try:
-        job = Job.open(app.store, job_id)
+        job = app.jobs.find(job_id)
     except JobNotFound as error:
         log.error("job_gone", reason=str(error))
         return
@@ -280,7 +281,7 @@ class ChunkRun:
 
     def _abort_beyond_thresholds(self, running: Mapping[RowStatus, int] | None = None) -> None:
         """Stop the job if too many of its rows fail; other workers see that as they see a cancel."""
-        if not self._job.is_aborted() and (breach := self._app.watch.find_breach(self._job, running)) is not None:
+        if not self._job.is_aborted() and (breach := find_job_breach(self._job, running)) is not None:
             log.error("job_aborted", reason=breach)
             self._job.fail(breach, is_abort=True)
             keep_answers(self._job)

@@ -192,6 +192,18 @@ def forecast(**options: Any) -> None:
 
 
 @main.command()
+@click.option(
+    "--rows", "sizes", default=(10_000, 100_000), show_default=True, multiple=True, type=click.IntRange(min=1)
+)
+def pipeline(sizes: tuple[int, ...]) -> None:
+    """Parquet to Parquet through Celery with a tiny model: rows a second and memory at different sizes."""
+    from ops.bench.pipeline import PipelineBench, run_pipeline_bench
+
+    for line in run_pipeline_bench(PipelineBench(sizes), _settings()):
+        click.echo(line)
+
+
+@main.command()
 @click.option("--shape", type=click.Choice(list(SHAPES)), default="Qwen3-0.6B", show_default=True)
 @click.option("--questions", default=DEFAULT_QUESTIONS, type=click.Path(path_type=Path), help="banking77.parquet.")
 @click.option("--tokenizer", type=click.Path(path_type=Path, exists=True), help="Default: the demo model's.")

@@ -8,8 +8,8 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -133,12 +133,17 @@ def count_valid(done: Sequence[Completion], workload: Workload) -> int:
     return sum(validator.check(completion.text)[1] is None for completion in done)
 
 
-@contextmanager
-def model_directory(shape: str, tokenizer: Path | None) -> Iterator[Path]:
+def model_directory(shape: str, tokenizer: Path | None) -> AbstractContextManager[Path]:
     """A directory with the shape's config.json and the tokenizer of another directory, or of the demo model."""
+    return config_directory(SHAPES[shape], tokenizer)
+
+
+@contextmanager
+def config_directory(config: Mapping[str, Any], tokenizer: Path | None = None) -> Iterator[Path]:
+    """The same for any config.json."""
     with TemporaryDirectory() as name:
         directory = Path(name)
-        (directory / "config.json").write_text(json.dumps(SHAPES[shape]))
+        (directory / "config.json").write_text(json.dumps(config))
         if tokenizer is not None:
             for file in tokenizer.glob("tokenizer*.json"):
                 (directory / file.name).write_bytes(file.read_bytes())

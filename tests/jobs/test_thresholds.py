@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from jobs import api
-from jobs.thresholds import Thresholds, Watch, find_breach, parse_thresholds
+from jobs.thresholds import Thresholds, find_breach, find_job_breach, parse_thresholds
 from schemas.errors import InputDataError
 from schemas.records import JobState, RowStatus
 from tests.jobs.verbs import Machine, commit
@@ -52,10 +52,9 @@ def test_a_canary_s_rows_are_enough_once_they_are_committed(machine: Machine) ->
     assert [chunk.num_rows for chunk in job.chunks] == [8, 6, 6]
     assert job.pending() == (0,)
     assert machine.queue.depth(job.spec.model.queue) == 1
-    watch = Watch()
-    assert watch.find_breach(job, {RowStatus.INVALID: 5}) is None, "it still runs"
+    assert find_job_breach(job, {RowStatus.INVALID: 5}) is None, "it still runs"
     commit(job, [0], status=RowStatus.INVALID)
-    assert "100.0% of the first 8 rows are invalid" in (watch.find_breach(job) or "")
+    assert "100.0% of the first 8 rows are invalid" in (find_job_breach(job) or "")
     assert job.pending() == (1, 2)
 
 
@@ -75,9 +74,8 @@ def test_a_limit_that_makes_no_sense_is_refused_by_name(limit: str) -> None:
 def test_rows_of_a_running_chunk_count_too(tmp_path: Path) -> None:
     job = make_job(tmp_path, thresholds=Thresholds(max_share={RowStatus.FAILED: 0.5}, min_rows=6))
     commit(job, [0], label="yes")
-    watch = Watch()
-    assert watch.find_breach(job) is None
-    assert watch.find_breach(job, {RowStatus.FAILED: 5}) is not None
+    assert find_job_breach(job) is None
+    assert find_job_breach(job, {RowStatus.FAILED: 5}) is not None
 
 
 def test_an_aborted_job_stays_stopped_until_somebody_resumes_it(machine: Machine) -> None:
@@ -86,7 +84,7 @@ def test_an_aborted_job_stays_stopped_until_somebody_resumes_it(machine: Machine
     machine.submit(*arguments)
     job = machine.job()
     commit(job, [0], status=RowStatus.INVALID)
-    breach = Watch().find_breach(job)
+    breach = find_job_breach(job)
     assert breach is not None
     job.fail(breach, is_abort=True)
     job.unfail()  # as a worker with an engine does
@@ -94,7 +92,7 @@ def test_an_aborted_job_stays_stopped_until_somebody_resumes_it(machine: Machine
     assert (job.state(), job.is_stopped()) == (JobState.FAILED, True)
     assert "100.0% of the first 4 rows are invalid" in machine.run("status", job.job_id).stdout
     api.resume(job, machine.settings)
-    assert (job.state(), job.is_stopped(), Watch().find_breach(job)) == (JobState.RUNNING, False, None)
+    assert (job.state(), job.is_stopped(), find_job_breach(job)) == (JobState.RUNNING, False, None)
 
 
 def test_a_job_that_was_aborted_ends_as_failed_even_if_the_last_chunks_came_in(machine: Machine) -> None:

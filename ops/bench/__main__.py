@@ -118,7 +118,7 @@ def masks(**options: Any) -> None:
 @click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="An engine setting, as JSON.")
 @click.option("--commit", help="Recorded with the result where this machine has no checkout.")
 def labelling(settings: tuple[str, ...], commit: str | None, **options: Any) -> None:
-    """Our engine on free, route and extract, over a model shape with random weights."""
+    """Our engine on free, route, extract and extract's prefill, over a model shape with random weights."""
     from ops.bench.labelling import LabellingBench, run_labelling_bench
 
     configure_logging("WARNING")

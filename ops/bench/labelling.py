@@ -18,7 +18,7 @@ from typing import Any, Literal
 from engine.llm import LLM, SamplingParams
 from ops.bench.measurement import Run, summarise, write_result
 from ops.bench.roofline import Rates, RowWork, measure_rates, roofline
-from ops.bench.workloads import SHAPES, Workload, extract, free, route
+from ops.bench.workloads import SHAPES, Workload, extract, free, prefill, route
 from schemas.constraints import load_constraint, make_validator
 from schemas.errors import InputDataError
 from schemas.records import Completion, ConstraintKind
@@ -101,7 +101,7 @@ def load_workload(name: str, questions: Path) -> Workload:
         return free()
     if not questions.is_file():
         raise InputDataError(f"{questions} is not there: pass --questions with the path of banking77.parquet")
-    return {"route": route, "extract": extract}[name](questions)
+    return {"route": route, "extract": extract, "prefill": prefill}[name](questions)
 
 
 def sampling_params(workload: Workload) -> list[SamplingParams]:

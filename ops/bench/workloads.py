@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 DEFAULT_QUESTIONS = Path(__file__).resolve().parents[3] / "shared" / "data" / "banking77.parquet"
-WORKLOADS = ("free", "route", "extract")
+WORKLOADS = ("free", "route", "extract", "prefill")
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -195,6 +195,12 @@ def extract(questions: Path) -> Workload:
     conversations = [" ".join(draw.choice(texts) for _ in range(24)) for _ in range(1024)]
     prompts = [f"{head}Conversation: {text}\nObject: " for text in conversations]
     return Workload("extract", prompts, [160] * len(prompts), schema)
+
+
+def prefill(questions: Path) -> Workload:
+    """The prompts of ``extract``, and one free token of each: nearly nothing but prefill."""
+    prompts = extract(questions).prompts
+    return Workload("prefill", prompts, [1] * len(prompts))
 
 
 def _object(**properties: dict[str, Any]) -> str:

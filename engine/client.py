@@ -375,7 +375,17 @@ def total(heartbeats: Iterable[Heartbeat]) -> Heartbeat:
     phase = next(phase for phase in ("loading", "running", "idle") if phase in phases)
     names = ("expert_balance", "expert_balance_unmoved")  # alike where ranks share experts
     balances = {name: max(getattr(beat, name) for beat in each) for name in names}
-    return Heartbeat(phase=phase, **balances, **counts)
+    return Heartbeat(
+        phase=phase,
+        drafts_by_position=_add_up(beat.drafts_by_position for beat in each),
+        accepted_by_position=_add_up(beat.accepted_by_position for beat in each),
+        **balances,
+        **counts,
+    )
+
+
+def _add_up(counts: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    return tuple(map(sum, itertools.zip_longest(*counts, fillvalue=0)))
 
 
 def _resolved(completion: Completion) -> Future[Completion]:

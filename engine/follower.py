@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import NoReturn
 
 from engine.device import gpu_uuids, resolve_sizes
-from engine.loop import Parts
+from engine.parts import Parts
 from engine.replica import make_replica
 from engine.stats import EngineStats
 from schemas.errors import EngineError

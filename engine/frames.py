@@ -78,6 +78,9 @@ class Heartbeat(Record, tag=True):
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     num_forced_tokens: int = 0
+    num_draws: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     num_batched_tokens: int = 0
     num_preemptions: int = 0
     num_finished: int = 0
@@ -88,6 +91,8 @@ class Heartbeat(Record, tag=True):
     num_expert_moves: int = 0
     expert_balance: float = 0.0
     expert_balance_unmoved: float = 0.0
+    drafts_by_position: tuple[int, ...] = ()
+    accepted_by_position: tuple[int, ...] = ()
 
 
 class Fatal(Record, tag=True):

@@ -292,7 +292,7 @@ class GrammarMatcher:
 
     def accept(self, token_id: int) -> bool:
         """Advance by one token; False, and no change, if the grammar does not allow it."""
-        return bool(self.native.accept_token(token_id))
+        return self._vocabulary.has(token_id) and bool(self.native.accept_token(token_id))
 
     def can_end(self) -> bool:
         """Whether the text is whole."""
@@ -307,6 +307,10 @@ class GrammarMatcher:
     def rollback(self, num_tokens: int) -> None:
         """Take back the last accepted tokens."""
         self.native.rollback(num_tokens)
+
+    def fork(self) -> GrammarMatcher:
+        """A matcher in the same state that goes its own way."""
+        return GrammarMatcher(self.native.fork(), self._vocabulary, self._not_end)
 
     def forced_text(self) -> str:
         """The text that every continuation begins with; "" where there is a choice."""

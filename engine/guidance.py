@@ -123,7 +123,7 @@ class GuidanceMatcher:
         if token_id in self._end_token_ids:
             self.is_terminated = self.native.is_accepting()
             return self.is_terminated
-        return self.native.try_consume_tokens([token_id]) == 1
+        return self._vocabulary.has(token_id) and self.native.try_consume_tokens([token_id]) == 1
 
     def can_end(self) -> bool:
         """Whether the text is whole."""
@@ -139,6 +139,12 @@ class GuidanceMatcher:
         """Take back the last accepted tokens."""
         self.native.rollback(num_tokens - self.is_terminated)
         self.is_terminated = False
+
+    def fork(self) -> GuidanceMatcher:
+        """A matcher in the same state that goes its own way."""
+        fork = GuidanceMatcher(self.native.deep_copy(), self._vocabulary, self._end_token_ids, self._not_end)
+        fork.is_terminated = self.is_terminated
+        return fork
 
     def forced_text(self) -> str:
         """The text that every continuation begins with; "" where there is a choice."""

@@ -6,41 +6,33 @@ in a step is a bug or a broken device, and is the caller's to report.
 
 from __future__ import annotations
 
+import itertools
 import time
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias
 
-import structlog
 import torch
 
 from engine.cache import BlockPool
-from engine.device import ToHost, gpu_uuids, resolve_sizes, select_device
-from engine.dist import Ranks, connect, share_experts
+from engine.device import ToHost, gpu_uuids, resolve_sizes
+from engine.draft import Drafter, resolve_num_drafts
 from engine.forced import CONTEXT_TOKENS, ForcedText
 from engine.grammar import Grammars
 from engine.labels import Labels, launch_branches
-from engine.models import Model
 from engine.overlong import TooLong
+from engine.parts import Parts, load_parts
 from engine.replica import make_replica
 from engine.sampler import Draw, Sampler
 from engine.scheduler import Scheduler
 from engine.stats import EngineStats
-from engine.text import Text
 from engine.thinking import Thoughts
-from engine.topology import Topology
-from engine.types import Ids, Sequence, SequenceStatus
-from engine.weights import load_model, read_spec
-from kernels.api import Choice, Kernels
-from kernels.select import BackendError, select_kernels
-from schemas.errors import ConstraintError, EngineError, KernelError, PromptError, SettingsError
-from schemas.model_files import resolve_model
+from engine.types import Ids, Run, Sequence, SequenceStatus, StepPlan
+from schemas.errors import ConstraintError, EngineError, PromptError
 from schemas.records import Completion, Constraint, FinishReason, ModelRef, Request
 from schemas.settings import EngineSettings
-
-log = structlog.get_logger()
 
 Prompt: TypeAlias = "array[int] | PromptError | TooLong"
 """Token ids, or why there are none."""
@@ -51,56 +43,12 @@ COMPILE_WAIT_S = 0.02
 
 @dataclass(frozen=True)
 class Launched:
-    """A step on its way: the sequences that get a token, and the draw that has it. Some only ask about labels."""
+    """A step on its way: the runs that get tokens, and the draw that has them. Some only ask about labels."""
 
-    sequences: list[Sequence]
+    runs: list[Run]
     draw: Draw | None
+    num_rows: int
     branches: tuple[list[Sequence], ToHost] | None = None
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What an engine is made of once everything is loaded."""
-
-    model: Model
-    text: Text
-    kernels: Kernels
-    choices: tuple[Choice, ...]
-    device: torch.device
-    ranks: Ranks = field(default_factory=Ranks)
-
-
-def load_parts(model: ModelRef, settings: EngineSettings, rank: int = 0, rendezvous: str = "") -> Parts:
-    """Load model and tokenizer. Raises SettingsError, ModelError, KernelError or EngineError with the cause.
-
-    An engine of several ranks meets at the file ``rendezvous``.
-    """
-    files = resolve_model(model.name, model.revision)
-    topology = Topology.of(settings)
-    device = select_device(settings, rank, topology.num_ranks)
-    if model.deterministic and topology.rebalance_interval:
-        raise SettingsError(
-            f"engine.rebalance_interval {topology.rebalance_interval}: experts that move are summed in another order, "
-            "so leave it at 0 for deterministic jobs"
-        )
-    dtype = getattr(torch, model.dtype)
-    ranks = connect(topology, rank, rendezvous, device)
-    try:
-        kernels, choices = select_kernels(
-            device,
-            dtype,
-            settings.kernels,
-            is_fp8=model.quantization == "fp8",
-            is_invariant=model.deterministic,
-        )
-        if ranks.experts.size > 1:
-            ranks, exchange = share_experts(ranks, read_spec(files), dtype, device, settings.exchange)
-            choices = (*choices, exchange)
-    except BackendError as error:
-        raise KernelError(str(error)) from error
-    for choice in choices:
-        log.info("kernel_chosen", operation=choice.operation, backend=choice.backend, reason=choice.reason)
-    return Parts(load_model(files, model, kernels, device, ranks), Text(files), kernels, choices, device, ranks)
 
 
 class Engine:
@@ -123,6 +71,13 @@ class Engine:
         )
         self._sampler = Sampler(parts.kernels, parts.device)
         self._forced = ForcedText(parts.text)
+        self._drafter = Drafter(
+            parts.draft_source,
+            self._forced,
+            parts.text.eos_token_ids,
+            resolve_num_drafts(settings, parts.device),
+            self.stats,
+        )
         self._labels = Labels(parts.text, self.max_model_len)
         self._scheduler = Scheduler(
             BlockPool(self._replica.num_blocks, sizes.block_size, prefix_cache=settings.prefix_cache),
@@ -150,14 +105,17 @@ class Engine:
         """Advance all running sequences by one step and return what ended since the last call."""
         started_s = time.perf_counter()
         self._admit()
-        launched = self._launch()
+        launched, collected = self._launch(), self._in_flight
         if self._in_flight:
             self._collect(self._in_flight)  # while the device computes what was just launched
         self._in_flight = launched
         if launched and not self._overlaps:
             self._collect(launched)
-            self._in_flight = None
-        self.stats.step_s += time.perf_counter() - started_s
+            collected, self._in_flight = launched, None
+        step_s = time.perf_counter() - started_s
+        self.stats.step_s += step_s
+        if collected:
+            self._drafter.costs.note(collected.num_rows, step_s)
         completions, self._completions = self._completions, []
         return completions
 
@@ -239,11 +197,11 @@ class Engine:
 
     def _launch(self) -> Launched | None:
         """Plan the next step and launch it: forward and draw. None if no sequence is ready."""
-        plan = self._scheduler.plan()
+        plan = self._plan()
         if self._in_flight and (not plan.runs or self._holds_up_others(self._in_flight)):
             self._collect(self._in_flight)
             self._in_flight = None
-            plan = self._scheduler.plan()
+            plan = self._plan()
         self._scheduler.carry_out(plan)
         self.stats.num_preemptions += len(plan.preempted)
         if not plan.runs:
@@ -258,46 +216,72 @@ class Engine:
         self._scheduler.mark_computed(plan)
         self.stats.num_steps += 1
         self.stats.num_batched_tokens += plan.num_tokens
-        sequences = [run.sequence for run in plan.runs if run.wants_logits]
-        if not sequences:
-            return Launched([], None)
+        runs = [run for run in plan.runs if run.wants_logits]
+        if not runs:
+            return Launched([], None, plan.num_tokens)
+        drawn_after = [(run.sequence, ids) for run in runs for ids in run.ahead]
+        sequences, ahead = [sequence for sequence, _ in drawn_after], [ids for _, ids in drawn_after]
         started_s = time.perf_counter()
-        masks = self._grammars.fill([sequence.matcher for sequence in sequences])  # while the device computes
+        matchers = [matcher for run in runs for matcher in (run.sequence.matcher, *run.draft.matchers)]
+        masks = self._grammars.fill(matchers)  # while the device computes
         self.stats.mask_s += time.perf_counter() - started_s
         branches = launch_branches(logits, sequences)  # before the sampler overwrites the logits
-        draw = self._sampler.sample(logits, sequences, masks)
-        for row, sequence in enumerate(sequences):
-            sequence.draw_row = row
-            sequence.num_in_flight += 1
-        return Launched(sequences, draw, branches)
+        draw = self._sampler.sample(logits, sequences, masks, ahead)
+        for row, (sequence, drafted) in enumerate(drawn_after):
+            if not drafted:
+                sequence.draw_row = row
+                sequence.num_in_flight += 1
+        return Launched(runs, draw, plan.num_tokens, branches)
+
+    def _plan(self) -> StepPlan:
+        plan = self._scheduler.plan()
+        return self._drafter.extend(plan, self._scheduler.room(plan))
 
     def _holds_up_others(self, launched: Launched) -> bool:
         """Whether rows must wait for what was drawn while ranks that share experts step: then all rows wait for it.
 
         Else two halves of the rows would take turns, in a rhythm of their own on each rank, at the price of full steps.
         """
-        return self._replica.is_awake and any(sequence.matcher for sequence in launched.sequences)
+        sequences = (run.sequence for run in launched.runs)
+        return self._replica.is_awake and any(sequence.matcher or sequence.draft.stops for sequence in sequences)
 
     def _collect(self, launched: Launched) -> None:
         """Read what a step drew and end what is done; a row that ended meanwhile is dropped."""
-        drawn = launched.draw.read() if launched.draw else []
-        for sequence, (token_id, logprob) in zip(launched.sequences, drawn, strict=True):
-            if sequence.num_void:
-                sequence.num_void -= 1
+        drawn = iter(launched.draw.read() if launched.draw else ())
+        for run in launched.runs:
+            of_run = list(itertools.islice(drawn, 1 + len(run.draft.stops)))
+            if run.sequence.num_void:
+                run.sequence.num_void -= 1
                 continue
-            sequence.num_in_flight -= 1
-            if sequence.branch or sequence.status is SequenceStatus.FINISHED:
-                continue
-            if error := self._accept(sequence, token_id):
-                self._finish(sequence, FinishReason.CONSTRAINT_ERROR if sequence.matcher else FinishReason.ERROR, error)
-            elif reason := self._extend(sequence, token_id, logprob=logprob):
-                self._finish(sequence, reason)
+            run.sequence.num_in_flight -= 1
+            if not run.sequence.branch and run.sequence.status is not SequenceStatus.FINISHED:
+                self._take(run, of_run)
         if launched.branches:
             probes, logprobs = launched.branches
             for probe, of_its_tokens in zip(probes, logprobs.read(), strict=True):
                 self._scheduler.finish(probe)
                 if completion := self._labels.take(probe, of_its_tokens):
                     self._complete(completion)
+
+    def _take(self, run: Run, drawn: list[tuple[int, float]]) -> None:
+        """Extend a sequence by what was drawn for it, as long as its tokens are those of the draft."""
+        sequence, draft, thought = run.sequence, run.draft, run.sequence.thought
+        num_before, num_taken = len(sequence.token_ids), 0
+        for (token_id, logprob), stop in zip(drawn, (0, *draft.stops), strict=True):
+            if tuple(sequence.token_ids[num_before:]) != draft.token_ids[:stop] or sequence.thought is not thought:
+                break
+            num_taken += 1
+            if error := self._accept(sequence, token_id):
+                self._finish(sequence, FinishReason.CONSTRAINT_ERROR if sequence.matcher else FinishReason.ERROR, error)
+            elif reason := self._extend(sequence, token_id, logprob=logprob):
+                self._finish(sequence, reason)
+            if sequence.status is SequenceStatus.FINISHED:
+                break
+        self.stats.num_draws += 1
+        if draft.stops:
+            self._drafter.note(draft, num_taken - 1)
+            self._scheduler.keep(sequence, draft.token_ids, num_before)
+        self._drafter.propose(sequence)
 
     def _accept(self, sequence: Sequence, token_id: int) -> str | None:
         """Accept a drawn token; returns why it cannot be accepted."""

@@ -277,7 +277,8 @@ def _configure_logging() -> None:
 
 def _make_engine(model: ModelRef, settings: EngineSettings, rank: int, rendezvous: str) -> EngineLike:
     from engine.follower import Follower
-    from engine.loop import Engine, load_parts  # torch comes in here, after the first heartbeat
+    from engine.loop import Engine  # torch comes in here, after the first heartbeat
+    from engine.parts import load_parts
 
     parts = load_parts(model, settings, rank, rendezvous)
     return (Engine if parts.ranks.is_leader else Follower)(model, settings, parts)

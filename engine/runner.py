@@ -57,7 +57,7 @@ def lay_out(runs: Seq[Run], block_size: int) -> dict[str, np.ndarray]:
 
     ``sources`` is -1, or where the step before draws the row's token.
     """
-    lens = np.array([run.num_tokens for run in runs], dtype=np.int64)
+    lens = np.array([run.num_rows for run in runs], dtype=np.int64)
     starts = np.array([run.start for run in runs], dtype=np.int64)
     query_starts = np.zeros(len(runs) + 1, dtype=np.int64)
     np.cumsum(lens, out=query_starts[1:])
@@ -69,15 +69,15 @@ def lay_out(runs: Seq[Run], block_size: int) -> dict[str, np.ndarray]:
         tokens = run.sequence.token_ids
         if run.start < len(tokens):
             input_ids[first : first + run.num_tokens] = tokens[run.start : run.start + run.num_tokens]
+            input_ids[first + run.num_tokens : first + run.num_rows] = run.draft.token_ids
         else:
             input_ids[first], sources[first] = 0, run.sequence.draw_row
-    wanted = np.array([run.wants_logits for run in runs], dtype=bool)
     return {
         "input_ids": input_ids,
         "sources": sources,
         "positions": positions,
         "slots": block_table[row_run, positions // block_size] * block_size + positions % block_size,
-        "logits_rows": query_starts[1:][wanted] - 1,
+        "logits_rows": _logits_rows(runs, query_starts),
         "block_table": block_table,
         "seq_lens": starts + lens,
         "query_starts": query_starts,
@@ -123,6 +123,18 @@ def build_batch(
     if drawn is not None:
         input_ids = fill_in(input_ids, tensors["sources"], drawn)
     return StepBatch(input_ids, tensors["positions"], tensors["logits_rows"], attention, size)
+
+
+def _logits_rows(runs: Seq[Run], query_starts: np.ndarray) -> np.ndarray:
+    """The last row of each run that reaches its sequence's end; of one with a draft, those before and at its stops."""
+    wanted = np.array([run.wants_logits for run in runs], dtype=bool)
+    last_rows: np.ndarray = query_starts[1:][wanted] - 1
+    drafts = [run.draft for run in runs if run.wants_logits]
+    if not any(draft.token_ids for draft in drafts):
+        return last_rows
+    offsets = [np.array((0, *draft.stops)) - len(draft.token_ids) for draft in drafts]
+    rows: np.ndarray = np.repeat(last_rows, [len(each) for each in offsets]) + np.concatenate(offsets)
+    return rows
 
 
 def _block_table(runs: Seq[Run]) -> np.ndarray:

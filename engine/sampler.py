@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.device import ToHost, to_device
 from engine.masks import Masks
-from engine.types import Sequence
+from engine.types import Ids, Sequence
 from kernels.api import Kernels, SamplingBatch
 
 
@@ -25,13 +25,19 @@ class Sampler:
         self._device = device
 
     @torch.inference_mode()
-    def sample(self, logits: Tensor, sequences: Seq[Sequence], masks: Masks | None) -> Draw:
-        """Launch the draw of a token for each row of float32 ``logits`` [L, V], which is overwritten."""
-        apply_repetition_penalty(logits, sequences)
+    def sample(
+        self, logits: Tensor, sequences: Seq[Sequence], masks: Masks | None, ahead: Seq[Ids] | None = None
+    ) -> Draw:
+        """Launch the draw of a token for each row of float32 ``logits`` [L, V], which is overwritten.
+
+        ``ahead``: for each row the draft that stands between its sequence and the token drawn; None without drafts.
+        """
+        ahead = ahead or [()] * len(sequences)
+        apply_repetition_penalty(logits, sequences, ahead)
         if masks is not None:
             self._kernels.apply_token_bitmask(logits, *masks)
-        golden = find_golden(logits, sequences)
-        tokens, logprobs = self._kernels.sample(logits, build_sampling_batch(sequences, self._device))
+        golden = find_golden(logits, sequences, ahead)
+        tokens, logprobs = self._kernels.sample(logits, build_sampling_batch(sequences, ahead, self._device))
         if golden is not None:
             rows, golden_tokens, golden_logprobs = golden
             tokens[rows], logprobs[rows] = golden_tokens, golden_logprobs
@@ -50,12 +56,13 @@ class Draw:
         return [(int(token), logprob) for token, logprob in zip(*self._pairs.read(), strict=True)]
 
 
-def build_sampling_batch(sequences: Seq[Sequence], device: torch.device) -> SamplingBatch:
+def build_sampling_batch(sequences: Seq[Sequence], ahead: Seq[Ids], device: torch.device) -> SamplingBatch:
     """Gather the sequences' parameters; a filter that none of them uses is left out."""
     sampling = [sequence.request.sampling for sequence in sequences]
+    places = [sequence.num_drawn + len(ids) for sequence, ids in zip(sequences, ahead, strict=True)]
     integers = {
         "seeds": np.array([sequence.request.seed for sequence in sequences], dtype=np.int64),
-        "positions": np.array([sequence.num_drawn for sequence in sequences], dtype=np.int64),
+        "positions": np.array(places, dtype=np.int64),
     }
     floats = {"temperature": np.array([s.temperature for s in sampling], dtype=np.float32)}
     is_all_greedy = not floats["temperature"].any()
@@ -70,24 +77,26 @@ def build_sampling_batch(sequences: Seq[Sequence], device: torch.device) -> Samp
     return SamplingBatch(**tensors, is_all_greedy=is_all_greedy)
 
 
-def find_golden(logits: Tensor, sequences: Seq[Sequence]) -> tuple[Tensor, Tensor, Tensor] | None:
+def find_golden(logits: Tensor, sequences: Seq[Sequence], ahead: Seq[Ids]) -> tuple[Tensor, Tensor, Tensor] | None:
     """Rows whose output is given, their next tokens, and the log-probabilities of these; None without such rows."""
     rows = [row for row, sequence in enumerate(sequences) if sequence.request.golden_token_ids]
     if not rows:
         return None
-    tokens = [sequences[row].request.golden_token_ids[sequences[row].num_drawn] for row in rows]
+    places = [sequences[row].num_drawn + len(ahead[row]) for row in rows]
+    tokens = [sequences[row].request.golden_token_ids[place] for row, place in zip(rows, places, strict=True)]
     golden = to_device({"rows": np.array(rows), "tokens": np.array(tokens)}, logits.device)
     logprobs = logits[golden["rows"]].log_softmax(dim=-1)
     return golden["rows"], golden["tokens"], logprobs.gather(1, golden["tokens"][:, None])[:, 0]
 
 
-def apply_repetition_penalty(logits: Tensor, sequences: Seq[Sequence]) -> None:
-    """Divide positive logits of tokens in prompt and output by the penalty, multiply negative ones (CTRL, eq. 3.2)."""
+def apply_repetition_penalty(logits: Tensor, sequences: Seq[Sequence], ahead: Seq[Ids]) -> None:
+    """Divide positive logits of tokens so far by the penalty, multiply negative ones (CTRL, eq. 3.2)."""
     rows, columns, penalties = [], [], []
     for row, sequence in enumerate(sequences):
         penalty = sequence.request.sampling.repetition_penalty
         if penalty != 1.0:
-            seen = np.unique(np.frombuffer(sequence.token_ids, dtype=np.int64))
+            so_far = np.frombuffer(sequence.token_ids, dtype=np.int64)
+            seen = np.unique(np.concatenate((so_far, np.array(ahead[row], dtype=np.int64))))
             rows.append(np.full(seen.size, row, dtype=np.int64))
             columns.append(seen)
             penalties.append(np.full(seen.size, penalty, dtype=np.float32))

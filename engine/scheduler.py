@@ -4,12 +4,13 @@ Decode rows come first, prefill chunks fill the rest of the token budget, a pree
 its own tokens. Planning returns a value that ``carry_out`` executes. Knows no tensors, no grammar and no text.
 """
 
+import itertools
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence as Seq
 
 from engine.cache import BlockHasher, BlockPool, extend_block_hashes
-from engine.types import Run, Sequence, SequenceStatus, StepPlan
+from engine.types import Ids, Room, Run, Sequence, SequenceStatus, StepPlan
 
 
 class Scheduler:
@@ -74,6 +75,18 @@ class Scheduler:
                     prefills.append(sequence)
         return StepPlan(tuple(preempted), (*decodes, *self._chunks(prefills, len(decodes))), len(decodes))
 
+    def room(self, plan: StepPlan) -> Room:
+        """What a plan leaves for drafts: they take no row and no block that anything else could have.
+
+        A step has logits of ``max_num_seqs`` rows at most: memory for them, and graphs, are made for so many.
+        """
+        if plan.preempted:
+            return Room(0, 0, 0, self.pool.block_size)
+        num_needed = sum(max(0, self._num_missing_blocks(sequence)) for sequence in self.running)
+        num_blocks = max(0, self.pool.num_free - num_needed - len(self.running))
+        num_draws = self.max_num_seqs - sum(run.wants_logits for run in plan.runs)
+        return Room(self.max_num_batched_tokens - plan.num_tokens, num_draws, num_blocks, self.pool.block_size)
+
     def carry_out(self, plan: StepPlan) -> None:
         """Preempt and allocate as planned."""
         for sequence in plan.preempted:  # the youngest first, so that the oldest ends up at the queue's head
@@ -83,7 +96,9 @@ class Scheduler:
             sequence.set_status(SequenceStatus.WAITING)
             self.waiting.appendleft(sequence)
         for run in plan.runs:
-            if missing := self._num_missing_blocks(run.sequence):
+            missing = self.pool.num_blocks_for(run.sequence.num_tokens + len(run.draft.token_ids))
+            missing -= len(run.sequence.block_ids)
+            if missing > 0:
                 run.sequence.block_ids.extend(self.pool.allocate(missing))
 
     def mark_computed(self, plan: StepPlan) -> None:
@@ -101,6 +116,12 @@ class Scheduler:
                     self.pool.register(sequence.block_ids[index], sequence.block_hashes[index])
                     self._computing.pop(sequence.block_hashes[index], None)
                 sequence.num_registered = num_full
+
+    def keep(self, sequence: Sequence, drafted: Ids, num_before: int) -> None:
+        """Count what the last step computed of a draft, behind ``num_before`` tokens, as far as the sequence has it."""
+        if sequence.status is SequenceStatus.RUNNING:  # else its blocks are gone
+            pairs = zip(sequence.token_ids[num_before:-1], drafted, strict=False)
+            sequence.num_computed += sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def finish(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is, and free its blocks."""
@@ -166,14 +187,16 @@ class Scheduler:
         num_tokens_per_block, num_needed = self.pool.block_size, 0
         for sequence in self.running:  # every step, every sequence: no calls in here
             num_tokens = len(sequence.token_ids) + sequence.num_in_flight
-            num_needed += -(-num_tokens // num_tokens_per_block) - len(sequence.block_ids)
+            missing = -(-num_tokens // num_tokens_per_block) - len(sequence.block_ids)
+            if missing > 0:  # a rejected draft may have left blocks
+                num_needed += missing
         victims: list[Sequence] = []
         freed: list[int] = []
         while num_needed > self.pool.num_free + self.pool.num_freed_by(freed):
             victim = self.running[-1 - len(victims)]
             victims.append(victim)
             freed.extend(victim.block_ids)
-            num_needed -= self._num_missing_blocks(victim)
+            num_needed -= max(0, self._num_missing_blocks(victim))
         return victims
 
     def _leave_batch(self, sequence: Sequence) -> None:

@@ -7,6 +7,7 @@ what no row has found out. Knows no grammar engine; of a mask, where it is kept.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
@@ -137,6 +138,19 @@ class SharedMatcher:
         self._tokens: list[int] = []  # ... of these
         self._native: Matcher | None = None
         self._num_native = 0  # tokens that it has accepted
+        self._is_trial = False
+
+    def fork(self) -> SharedMatcher:
+        """A matcher in this state for tokens that may not come: no visit of what rows share is counted."""
+        fork = copy.copy(self)
+        fork._is_trial = True
+        fork._passed, fork._tokens = self._passed[:], self._tokens[:]
+        is_followed = self.state.place is not None  # then a native matcher is rarely needed, and started when it is
+        if is_followed or self._native is None:
+            fork._native, fork._num_native = None, 0
+        else:
+            fork._native = self._native.fork()
+        return fork
 
     @property
     def native(self) -> Matcher | None:
@@ -223,7 +237,7 @@ class SharedMatcher:
 
     def _keeps(self, state: State) -> bool:
         """Whether what follows ``state``, where this row stands, is kept even if its place is not known."""
-        if state.place is not None or not state.is_kept:
+        if state.place is not None or not state.is_kept or self._is_trial:
             return False
         state.num_visits += 1
         return state.num_visits >= MIN_VISITS or bool(self.forced_text())

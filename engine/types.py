@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -44,6 +45,9 @@ class Matcher(Protocol):
     def rollback(self, num_tokens: int) -> None:
         """Take back the last accepted tokens."""
 
+    def fork(self) -> Matcher:
+        """A matcher in the same state that goes its own way."""
+
     def can_end(self) -> bool:
         """Whether the text is whole."""
 
@@ -64,6 +68,26 @@ class Detokenizer(Protocol):
         """Return the text that this token completes."""
 
 
+class Draft(NamedTuple):
+    """Tokens that may come next: a step computes them, and draws and compares the token after each of ``stops``.
+
+    Between stops lies what the grammar forces, which is as certain as the token before it.
+    """
+
+    token_ids: Ids = ()
+    stops: tuple[int, ...] = ()  # numbers of tokens, ascending; the last one is all of them
+    matchers: tuple[SharedMatcher | None, ...] = ()  # at each stop
+    kind: Hashable = None  # drafts of one kind are accepted about as often
+
+    def cut(self, num_stops: int) -> Draft:
+        """The draft up to one of its stops; none of it for 0."""
+        end = self.stops[num_stops - 1] if num_stops else 0
+        return Draft(self.token_ids[:end], self.stops[:num_stops], self.matchers[:num_stops], self.kind)
+
+
+NO_DRAFT = Draft()
+
+
 @dataclass(eq=False, slots=True)
 class Sequence:
     """A request in the engine. Owned by the scheduler: only it, and the loop's update, change a sequence.
@@ -81,6 +105,7 @@ class Sequence:
     thought: Thought | None = None  # what is written is free until this has ended; it keeps the two above until then
     num_thought: int = 0  # output tokens before the answer
     num_steered: int = 0  # output tokens at the end that closed it
+    draft: Draft = NO_DRAFT  # of what may follow ``token_ids``; with one, a step waits for the tokens in flight
     branch: tuple[int, ...] = ()  # these tokens' probabilities are asked for, instead of a token
     detokenizer: Detokenizer | None = None
     status: SequenceStatus = SequenceStatus.WAITING
@@ -140,10 +165,10 @@ class Sequence:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the next step can be planned: a constraint or a penalty must know the tokens in flight first."""
+        """Whether the next step can be planned: constraint, penalty and draft must know the tokens in flight first."""
         if self.num_in_flight == 0:
             return True
-        is_free = self.matcher is None and self.request.sampling.repetition_penalty == 1.0
+        is_free = self.matcher is None and self.request.sampling.repetition_penalty == 1.0 and not self.draft.token_ids
         return is_free and self.num_drawn < self.max_tokens
 
     @property
@@ -184,6 +209,17 @@ class Run(NamedTuple):
     start: int
     num_tokens: int
     wants_logits: bool  # it reaches the sequence's last token, so that the next one can be drawn
+    draft: Draft = NO_DRAFT  # computed behind these tokens
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens computed, those of the draft included."""
+        return self.num_tokens + len(self.draft.token_ids)
+
+    @property
+    def ahead(self) -> tuple[Ids, ...]:
+        """For each token that is drawn if it ``wants_logits``, the part of the draft that stands before it."""
+        return ((), *(self.draft.token_ids[:stop] for stop in self.draft.stops))
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,4 +233,13 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         """Rows of the step."""
-        return sum(run.num_tokens for run in self.runs)
+        return sum(run.num_rows for run in self.runs)
+
+
+class Room(NamedTuple):
+    """What a step has left: rows, of which so many may have logits, and blocks of ``block_size`` tokens."""
+
+    num_rows: int
+    num_draws: int
+    num_blocks: int
+    block_size: int

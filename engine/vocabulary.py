@@ -26,6 +26,10 @@ class Vocabulary:
         self._longer: dict[int, Words | None] = {}
         self.max_bytes = max(map(len, tokens), default=0)  # of one token
 
+    def has(self, token_id: int) -> bool:
+        """Whether a token can come: it writes something, or ends a text."""
+        return token_id in self._end_ids or (token_id < len(self.tokens) and bool(self.tokens[token_id]))
+
     def longer_than(self, token_id: int) -> Words | None:
         """The bits of the tokens that begin with ``token_id``'s bytes and go on; None if there are none."""
         if token_id not in self._longer:

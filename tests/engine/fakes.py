@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,8 +13,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from engine.batch import StepBatch
+from engine.draft import DraftSource
 from engine.grammar import Grammars
-from engine.loop import Engine, Parts
+from engine.loop import Engine
+from engine.parts import Parts
 from engine.states import SharedMatcher
 from engine.types import Sequence
 from kernels.reference import ReferenceKernels
@@ -141,13 +144,22 @@ def bytes_to_unicode() -> dict[int, str]:
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
 
 
-def make_engine(model: HashModel | None = None, *, max_model_len: int = 512, num_blocks: int = 0, **settings) -> Engine:
+def make_engine(
+    model: HashModel | None = None,
+    *,
+    max_model_len: int = 512,
+    num_blocks: int = 0,
+    draft_source: DraftSource | None = None,
+    **settings,
+) -> Engine:
     """An engine around a fake model; ``num_blocks`` limits the KV cache (block size 4 unless told)."""
     model = model or HashModel()
-    settings = {"device": "cpu", "block_size": 4, "num_threads": 1, **settings}
+    settings = {"device": "cpu", "block_size": 4, "num_threads": 1, "num_draft_tokens": 0, **settings}
     if num_blocks:
         settings["kv_cache_gib"] = num_blocks * model.cache_bytes_per_block(settings["block_size"]) / 2**30
     parts = Parts(model, ByteText(), ReferenceKernels(), (), torch.device("cpu"))
+    if draft_source:
+        parts = replace(parts, draft_source=draft_source)
     ref = ModelRef(name="hash", digest="0" * 16, max_model_len=max_model_len)
     return Engine(ref, EngineSettings(**settings), parts)
 

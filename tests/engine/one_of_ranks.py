@@ -11,7 +11,8 @@ from typing import Any
 from torch import distributed
 
 from engine.follower import Follower
-from engine.loop import Engine, load_parts
+from engine.loop import Engine
+from engine.parts import load_parts
 from schemas.log import configure_logging
 from schemas.model_files import model_ref
 from schemas.records import Request, Sampling

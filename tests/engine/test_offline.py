@@ -9,8 +9,9 @@ import torch
 from click.testing import CliRunner
 
 from engine.llm import SamplingParams
-from engine.loop import Engine, load_parts
+from engine.loop import Engine
 from engine.offline import STRUCTURED_CASES, main, perplexity, read_samples
+from engine.parts import load_parts
 from schemas.errors import InputDataError
 from schemas.model_files import model_ref
 from schemas.records import FinishReason, Request

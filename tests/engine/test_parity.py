@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.loop import Engine, load_parts
+from engine.loop import Engine
+from engine.parts import load_parts
 from schemas.model_files import model_ref
 from schemas.records import Completion, ConstraintKind, Request, Sampling
 from schemas.records import Constraint as ConstraintRecord

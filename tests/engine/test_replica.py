@@ -12,7 +12,8 @@ import torch
 
 from engine.batch import StepSize
 from engine.dist import Group, Ranks
-from engine.loop import Engine, load_parts
+from engine.loop import Engine
+from engine.parts import load_parts
 from engine.replica import Replica
 from engine.topology import Topology
 from engine.types import Run

@@ -68,17 +68,18 @@ def test_the_repetition_penalty_equals_the_oracle() -> None:
     tokens = [[1, 5, 5, 9], [7, 8, 9], [1]]
     sequences = [make(Sampling(repetition_penalty=p), 0, t) for p, t in zip((1.3, 1.0, 0.7), tokens, strict=True)]
     ours = logits.clone()
-    apply_repetition_penalty(ours, sequences)
+    apply_repetition_penalty(ours, sequences, [()] * 3)
     for row, (sequence, ids) in enumerate(zip(sequences, tokens, strict=True)):
         processor = RepetitionPenaltyLogitsProcessor(sequence.request.sampling.repetition_penalty)
         torch.testing.assert_close(ours[row], processor(torch.tensor([ids]), logits[row : row + 1].clone())[0])
 
 
 def test_filters_that_nobody_uses_are_left_out() -> None:
-    batch = build_sampling_batch([make(Sampling(), 1), make(Sampling(top_k=3), 2)], CPU)
+    batch = build_sampling_batch([make(Sampling(), 1), make(Sampling(top_k=3), 2)], [()] * 2, CPU)
     assert batch.is_all_greedy
     assert (batch.top_k, batch.top_p, batch.min_p) == (None, None, None)
-    batch = build_sampling_batch([make(Sampling(temperature=1.0), 1), make(Sampling(temperature=1.0, top_k=3), 2)], CPU)
+    sequences = [make(Sampling(temperature=1.0), 1), make(Sampling(temperature=1.0, top_k=3), 2)]
+    batch = build_sampling_batch(sequences, [()] * 2, CPU)
     assert batch.top_k is not None
     assert batch.top_k.tolist() == [0, 3]
     assert batch.top_p is None

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from engine.grammar import Grammars
-from engine.loop import Engine, Parts
+from engine.loop import Engine
+from engine.parts import Parts
 from engine.text import Text
 from engine.thinking import Thought, fit
 from kernels.reference import ReferenceKernels

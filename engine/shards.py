@@ -6,6 +6,7 @@ them by columns, whose results are summed up over ranks. Knows names, not files.
 
 import re
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,3 +72,12 @@ class ShardedWeights:
     def leave(self, prefix: str) -> None:
         """See WeightSource.leave."""
         self._source.leave(prefix)
+
+
+def cut(tensor: Any, part: Part | None) -> Tensor:
+    """Return a part of a tensor, or of a slice of safetensors."""
+    if part is None:
+        return tensor  # type: ignore[no-any-return]
+    shape = tensor.shape if isinstance(tensor, Tensor) else tensor.get_shape()
+    index = [slice(None)] * part.dim + [part.of(shape[part.dim])]
+    return tensor[tuple(index)].contiguous()  # type: ignore[no-any-return]

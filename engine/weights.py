@@ -3,10 +3,8 @@
 Weights are cast to the job's dtype and moved to the device one by one; a tensor nobody asked for is an error.
 """
 
-import hashlib
 import json
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,16 +16,13 @@ from engine.models import Model
 from engine.models.decoder import Decoder
 from engine.models.hyper_decoder import HyperDecoder
 from engine.models.spec import ModelSpec
-from engine.shards import Part
+from engine.random_weights import ROUTER_SKEW, RandomWeights
+from engine.shards import Part, cut
 from kernels.api import Kernels
 from schemas.errors import ModelError
 from schemas.gguf_file import GgufFile
 from schemas.model_files import ModelFiles, read_config, resolve_model
 from schemas.records import ModelRef
-
-RANDOM_STD = 0.02
-ROUTER_SKEW = 0.5
-"""How much larger the first expert's row of a skewed router is than the last one's: it is picked more often."""
 
 _UNUSED_TENSORS = re.compile(r"(.*\.)?rotary_emb\.inv_freq|.*\.masked_bias")
 """Buffers that old checkpoints carry and every implementation recomputes."""
@@ -59,8 +54,7 @@ def load_model(
     if spec.compressed:
         return _load_compressed(files, spec, ref, kernels, device)
     if ref.load_format != "auto":
-        skew = ROUTER_SKEW if ref.load_format == "random_skewed" else 0.0
-        return Decoder(spec, RandomWeights(spec, device, dtype, skew), kernels, ranks)
+        return Decoder(spec, _random_weights(spec, ref, device), kernels, ranks)
     tensors = GgufTensors(gguf, spec) if gguf else SafetensorsFiles(files.path)
     source = CheckpointWeights(tensors, spec, device, dtype)
     model = Decoder(spec, source, kernels, ranks)
@@ -72,15 +66,21 @@ def _load_compressed(
     files: ModelFiles, spec: ModelSpec, ref: ModelRef, kernels: Kernels, device: torch.device
 ) -> HyperDecoder:
     """DeepSeek V4, as far as it is implemented: ops/runbook.md lists what is not."""
-    if ref.load_format != "auto" or ref.deterministic or ref.quantization != "none":
+    if ref.deterministic or ref.quantization != "none":
         raise ModelError(
-            f"{ref.name}: {spec.architecture} runs from a checkpoint, without random weights, fp8 products and "
-            "--deterministic: leave these options out"
+            f"{ref.name}: {spec.architecture} runs without fp8 products and --deterministic: leave these options out"
         )
+    if ref.load_format != "auto":
+        return HyperDecoder(spec, _random_weights(spec, ref, device), kernels)
     source = CheckpointWeights(DeepSeekNames(SafetensorsFiles(files.path)), spec, device, getattr(torch, ref.dtype))
     model = HyperDecoder(spec, source, kernels)
     source.check_all_used()
     return model
+
+
+def _random_weights(spec: ModelSpec, ref: ModelRef, device: torch.device) -> RandomWeights:
+    skew = ROUTER_SKEW if ref.load_format == "random_skewed" else 0.0
+    return RandomWeights(spec, device, getattr(torch, ref.dtype), skew)
 
 
 def read_spec(files: ModelFiles, gguf: GgufFile | None = None) -> ModelSpec:
@@ -147,15 +147,6 @@ class CheckpointWeights:
                 f"the checkpoint holds {len(rest)} tensors that this architecture does not use, so its results would "
                 f"be wrong: {', '.join(sorted(rest)[:3])} ..."
             )
-
-
-def cut(tensor: Any, part: Part | None) -> Tensor:
-    """Return a part of a tensor, or of a slice of safetensors."""
-    if part is None:
-        return tensor  # type: ignore[no-any-return]
-    shape = tensor.shape if isinstance(tensor, Tensor) else tensor.get_shape()
-    index = [slice(None)] * part.dim + [part.of(shape[part.dim])]
-    return tensor[tuple(index)].contiguous()  # type: ignore[no-any-return]
 
 
 def dequantize_blocks(weight: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
@@ -276,78 +267,3 @@ def _huggingface_name(gguf_name: str) -> str:
 def unpermute(tensor: Tensor, num_heads: int) -> Tensor:
     """Undo llama.cpp's order of q and k rows: interleaved rotary pairs back to halves; rows [H * D] first."""
     return tensor.view(num_heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
-
-
-class RandomWeights:
-    """The WeightSource of a benchmark: normal weights made on the device, norms of one, biases of zero."""
-
-    def __init__(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, router_skew: float = 0.0) -> None:
-        """``router_skew``: how much larger a router's first row is than its last one."""
-        self._shapes = _shapes(spec)
-        self._device, self._dtype = device, dtype
-        self._router_skew = router_skew
-
-    def get(self, name: str, dtype: torch.dtype | None = None, part: Part | None = None) -> Tensor:
-        """See WeightSource.get; seeded by the name, so that the order of asking and other parts do not matter."""
-        kind = re.sub(r"^model\.layers\.\d+\.|(?<=experts\.)\d+\.", "", name)
-        weight = torch.empty(self._shapes[kind], dtype=dtype or self._dtype, device=self._device)
-        if name.endswith("norm.weight"):
-            return weight.fill_(1.0)
-        if name.endswith("bias"):
-            return cut(weight.zero_(), part)
-        seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7])
-        generator = torch.Generator(self._device).manual_seed(seed)
-        weight.normal_(0.0, RANDOM_STD, generator=generator)
-        if kind == "mlp.gate.weight" and self._router_skew:
-            weight *= torch.linspace(1 + self._router_skew, 1, len(weight), device=self._device)[:, None]
-        return cut(weight, part)
-
-    def leave(self, prefix: str) -> None:
-        """See WeightSource.leave; what is not asked for is not made."""
-
-
-def _shapes(spec: ModelSpec) -> Mapping[str, tuple[int, ...]]:
-    """Shapes of all weights; of a layer's, and of an expert's, once for all of them."""
-    hidden = spec.hidden_size
-    linears: dict[str, tuple[int, ...]] = {"lm_head": (spec.vocab_size, hidden)} | _attention_linears(spec)
-    linears |= _mlp_linears("mlp.", hidden, spec.intermediate_size)
-    norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden, "model.norm": hidden}
-    norms |= {"self_attn.q_norm": spec.head_dim, "self_attn.k_norm": spec.head_dim}
-    if spec.latent:
-        norms |= {"self_attn.q_a_layernorm": spec.latent.q_rank or 0, "self_attn.kv_a_layernorm": spec.latent.kv_rank}
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (spec.vocab_size, hidden)}
-    if experts := spec.experts:
-        linears |= _mlp_linears("mlp.experts.", hidden, experts.intermediate_size)
-        linears |= _mlp_linears("mlp.shared_experts.", hidden, experts.shared_size)
-        linears["mlp.gate"] = (experts.num_experts, hidden)
-        shapes["mlp.gate.e_score_correction_bias"] = (experts.num_experts,)
-    return (
-        shapes
-        | {f"{name}.weight": shape for name, shape in linears.items()}
-        | {f"{name}.bias": shape[:1] for name, shape in linears.items()}
-        | {f"{name}.weight": (size,) for name, size in norms.items()}
-    )
-
-
-def _mlp_linears(prefix: str, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:
-    up, down = (inner, hidden), (hidden, inner)
-    return {f"{prefix}gate_proj": up, f"{prefix}up_proj": up, f"{prefix}down_proj": down}
-
-
-def _attention_linears(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    hidden, heads = spec.hidden_size, spec.num_heads
-    if (latent := spec.latent) is None:
-        q_size, kv_size = heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        shapes = {"q_proj": (q_size, hidden), "k_proj": (kv_size, hidden), "v_proj": (kv_size, hidden)}
-        shapes["o_proj"] = (hidden, q_size)
-    else:
-        q_size, q_rank = heads * (latent.key_size + latent.rope_size), latent.q_rank or 0
-        shapes = {
-            "q_proj": (q_size, hidden),
-            "q_a_proj": (q_rank, hidden),
-            "q_b_proj": (q_size, q_rank),
-            "kv_a_proj_with_mqa": (latent.kv_rank + latent.rope_size, hidden),
-            "kv_b_proj": (heads * (latent.key_size + latent.value_size), latent.kv_rank),
-            "o_proj": (hidden, heads * latent.value_size),
-        }
-    return {f"self_attn.{name}": shape for name, shape in shapes.items()}

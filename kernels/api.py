@@ -239,8 +239,11 @@ class Kernels(Protocol):
     row_alignment: int
     """Rows of one expert in ``grouped_linear`` come in multiples of this; 128 for DeepGEMM on Hopper."""
 
-    def pack_experts(self, gate_up: Tensor, down: Tensor) -> Any:
-        """Prepare the weights [E, 2I, hidden] and [E, hidden, I] of E gated MLPs; in fp8 as ``pack_projection``."""
+    def pack_experts(self, gate_up: Tensor, down: Tensor, limit: float | None = None) -> Any:
+        """Prepare the weights [E, 2I, hidden] and [E, hidden, I] of E gated MLPs; in fp8 as ``pack_projection``.
+
+        With ``limit``, what silu takes is at most that, and what it is multiplied by is within it (DeepSeek V4).
+        """
 
     def grouped_linear(self, x: Tensor, weight: Tensor, rows: ExpertRows) -> Tensor:
         """``x`` [X, in] times its row's expert of ``weight`` [E, out, in], transposed: [X, out]; undefined in padding.

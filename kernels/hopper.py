@@ -127,10 +127,10 @@ class HopperKernels(TritonKernels):
             self.libraries.deep_gemm.fp8_gemm_nt(triton_fp8.quantize_rows(x), (packed.codes, packed.scales), out)
         return out if packed.bias is None else out.add_(packed.bias)
 
-    def pack_experts(self, gate_up: Tensor, down: Tensor) -> Any:
+    def pack_experts(self, gate_up: Tensor, down: Tensor, limit: float | None = None) -> Any:
         """See Kernels.pack_experts."""
-        if not (self._has_fp8(gate_up.shape[2]) and self._has_fp8(down.shape[2])):
-            return super().pack_experts(gate_up, down)
+        if limit is not None or not (self._has_fp8(gate_up.shape[2]) and self._has_fp8(down.shape[2])):
+            return super().pack_experts(gate_up, down, limit)
         packed = []
         for weight in (gate_up, down):  # expert by expert: in fp32 all of them may not fit
             codes, scales = zip(*(quantize_blocks(expert) for expert in weight), strict=True)
@@ -153,7 +153,7 @@ class HopperKernels(TritonKernels):
 
     def _takes_experts(self, packed: PackedExperts) -> bool:
         depths = packed.gate_up.shape[2], packed.down.shape[2]
-        is_taken = self.libraries.deep_gemm is not None and not packed.is_fp8
+        is_taken = self.libraries.deep_gemm is not None and not packed.is_fp8 and packed.limit is None
         return is_taken and all(depth % 64 == 0 and depth >= CONTIGUOUS_SIZE for depth in depths)
 
     def experts_mlp_contiguous(self, x: Tensor, weights: Tensor, experts: Tensor, packed: Any) -> Tensor:

@@ -14,7 +14,7 @@ from torch.nn import functional
 from kernels.api import BLOCK_SIZE, AttentionBatch, ExpertRows, Gate, HeadNorms, SamplingBatch
 from kernels.reference_fp8 import round_blocks, round_rows
 from kernels.reference_mla import UpProjection, absorb, attend_rows, project_values, split_up_projection
-from kernels.reference_moe import PackedExperts, combine, grouped_linear, pick, score, sort_by_expert
+from kernels.reference_moe import PackedExperts, combine, grouped_linear, limit_gates, pick, score, sort_by_expert
 from kernels.sampling import sample
 
 MIN_SHARERS = 4
@@ -225,11 +225,11 @@ class ReferenceKernels:
         """See Kernels.route."""
         return pick(score(logits, gate.scoring), gate, bias)
 
-    def pack_experts(self, gate_up: Tensor, down: Tensor) -> PackedExperts:
+    def pack_experts(self, gate_up: Tensor, down: Tensor, limit: float | None = None) -> PackedExperts:
         """See Kernels.pack_experts."""
         if self.is_fp8:
-            return PackedExperts(round_blocks(gate_up), round_blocks(down), is_fp8=True)
-        return PackedExperts(gate_up, down)
+            return PackedExperts(round_blocks(gate_up), round_blocks(down), is_fp8=True, limit=limit)
+        return PackedExperts(gate_up, down, limit=limit)
 
     def grouped_linear(self, x: Tensor, weight: Tensor, rows: ExpertRows) -> Tensor:
         """See Kernels.grouped_linear."""
@@ -238,7 +238,8 @@ class ReferenceKernels:
     def experts_mlp(self, x: Tensor, weights: Tensor, experts: Tensor, packed: PackedExperts) -> Tensor:
         """See Kernels.experts_mlp; a backend with another grouped GEMM replaces ``grouped_linear`` alone."""
         rows = sort_by_expert(experts, len(packed.down), self.row_alignment)
-        inner = self.silu_mul(self.grouped_linear(_rounded(x, packed)[rows.sources], packed.gate_up, rows))
+        gate_up = self.grouped_linear(_rounded(x, packed)[rows.sources], packed.gate_up, rows)
+        inner = self.silu_mul(limit_gates(gate_up, packed.limit))
         return combine(self.grouped_linear(_rounded(inner, packed), packed.down, rows), weights, rows)
 
     def apply_token_bitmask(self, logits: Tensor, bitmask: Tensor, rows: Tensor) -> None:

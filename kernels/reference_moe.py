@@ -19,6 +19,16 @@ class PackedExperts:
     gate_up: Tensor  # [E, 2I, hidden]
     down: Tensor  # [E, hidden, I]
     is_fp8: bool = False  # the weights stand for fp8 codes, and what they multiply is rounded to such
+    limit: float | None = None  # of activations
+
+
+def limit_gates(gate_up: Tensor, limit: float | None) -> Tensor:
+    """Clamp gates [N, first half] to at most ``limit`` and ups [N, second half] to within it, in place."""
+    if limit is not None:
+        gate, up = gate_up.chunk(2, dim=-1)
+        gate.clamp_(max=limit)
+        up.clamp_(-limit, limit)
+    return gate_up
 
 
 def score(logits: Tensor, scoring: Scoring) -> Tensor:

@@ -165,7 +165,7 @@ class TritonKernels(ReferenceKernels):
         rows = triton_moe.sort_by_expert(experts, num_experts, tiling.rows)
         if packed.is_fp8:
             x = round_rows(x)
-        inner = triton_moe.gated_linear(x, packed.gate_up, rows, tiling)
+        inner = triton_moe.gated_linear(x, packed.gate_up, rows, tiling, packed.limit or 0.0)
         if packed.is_fp8:
             inner = round_rows(inner)
         return triton_moe.combine(triton_moe.grouped_linear(inner, packed.down, rows, tiling), weights, rows)

@@ -139,13 +139,13 @@ def choose_tiling(num_pairs: int, num_experts: int, dtype: torch.dtype) -> Tilin
     return Tiling(128, 128, 64, 8, 3)
 
 
-def gated_linear(x: Tensor, gate_up: Tensor, rows: ExpertRows, tiling: Tiling) -> Tensor:
+def gated_linear(x: Tensor, gate_up: Tensor, rows: ExpertRows, tiling: Tiling, limit: float = 0.0) -> Tensor:
     """silu(gate) * up of the gathered rows x[rows.sources] [X, hidden] and weights [E, 2I, hidden]: [X, I].
 
-    ``rows`` is aligned to ``tiling.rows``.
+    ``rows`` is aligned to ``tiling.rows``; ``limit`` is that of Kernels.pack_experts, 0.0: none.
     """
     out = x.new_empty(len(rows.sources), gate_up.shape[1] // 2)
-    _launch_grouped(x, gate_up, out, rows, tiling, is_gated=True)
+    _launch_grouped(x, gate_up, out, rows, tiling, is_gated=True, limit=limit)
     return out
 
 
@@ -192,7 +192,7 @@ def combine(y: Tensor, weights: Tensor, rows: ExpertRows) -> Tensor:
 
 
 def _launch_grouped(
-    x: Tensor, weight: Tensor, out: Tensor, rows: ExpertRows, tiling: Tiling, *, is_gated: bool
+    x: Tensor, weight: Tensor, out: Tensor, rows: ExpertRows, tiling: Tiling, *, is_gated: bool, limit: float = 0.0
 ) -> None:
     num_experts, _, depth = weight.shape
     num_tiles = len(rows.sources) // tiling.rows
@@ -202,7 +202,7 @@ def _launch_grouped(
         _grouped_linear[(num_tiles * num_column_tiles,)](
             x, weight, out, rows.sources, rows.ends, num_tiles, num_column_tiles,
             EXPERTS=num_experts, EXPERTS_PAD=triton.next_power_of_2(num_experts), COLUMNS=columns, DEPTH=depth,
-            IS_GATED=is_gated, TILE_ROWS=tiling.rows, TILE_COLUMNS=tiling.columns, TILE_DEPTH=tiling.depth,
+            IS_GATED=is_gated, LIMIT=limit, TILE_ROWS=tiling.rows, TILE_COLUMNS=tiling.columns, TILE_DEPTH=tiling.depth,
             TILES_OF_A_GROUP=8, num_warps=tiling.num_warps, num_stages=tiling.num_stages,
         )  # fmt: skip
 
@@ -359,8 +359,8 @@ def _place_pairs(
 def _grouped_linear(
     x, weight, out, sources, ends, num_tiles, num_column_tiles,
     EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    IS_GATED: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, TILE_DEPTH: tl.constexpr,
-    TILES_OF_A_GROUP: tl.constexpr,
+    IS_GATED: tl.constexpr, LIMIT: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+    TILE_DEPTH: tl.constexpr, TILES_OF_A_GROUP: tl.constexpr,
 ):  # fmt: skip
     """One tile of one expert's run. Gated: rows are gathered, and a gate and an up column meet in one output column.
 
@@ -403,6 +403,9 @@ def _grouped_linear(
         x_at += TILE_DEPTH
         weight_at += TILE_DEPTH
     if IS_GATED:
+        if LIMIT > 0:
+            total = tl.minimum(total, LIMIT)
+            total_up = tl.minimum(tl.maximum(total_up, -LIMIT), LIMIT)
         total = total * tl.sigmoid(total) * total_up
     at = out + rows[:, None] * COLUMNS + columns[None, :]
     tl.store(at, total.to(out.dtype.element_ty), mask=inside[None, :])

@@ -27,8 +27,11 @@ class CompressedSpec:
     window: int
     rope: RopeSpec  # of layers with entries; the others have the model's own
     rope_size: int
+    q_rank: int
     output_groups: int
+    output_rank: int  # of each group
     index_heads: int
+    index_size: int  # of a head
     index_topk: int
     hyper: HyperSpec
     gate: Gate
@@ -48,8 +51,11 @@ class CompressedSpec:
             window=count(config, "sliding_window"),
             rope=v4_rope(config, "compress"),
             rope_size=_v4_rope_size(config),
+            q_rank=count(config, "q_lora_rank"),
             output_groups=count(config, "o_groups"),
+            output_rank=count(config, "o_lora_rank"),
             index_heads=count(config, "index_n_heads"),
+            index_size=count(config, "index_head_dim"),
             index_topk=count(config, "index_topk"),
             hyper=HyperSpec(
                 count(config, "hc_mult"), count(config, "hc_sinkhorn_iters"), float(config.get("hc_eps") or 1e-6)

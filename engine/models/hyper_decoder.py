@@ -12,7 +12,7 @@ from torch.nn import functional
 from engine.batch import StepBatch
 from engine.expert_balance import ExpertBalance
 from engine.models import WeightSource
-from engine.models.compressed import CompressedAttention, runs_of
+from engine.models.compressed import CompressedAttention, lay_out
 from engine.models.decoder import zeroed
 from engine.models.hyper import HyperConnection, HyperHead
 from engine.models.layers import inverse_frequencies
@@ -71,14 +71,15 @@ class HyperDecoder:
         """See Model.forward."""
         assert self.spec.compressed is not None
         kernels, eps = self._kernels, self.spec.rms_norm_eps
-        runs = runs_of(batch.attention, cache[0].shape[1])
+        rates = set(self.spec.compressed.layer_rates) - {0}
+        layout = lay_out(batch.attention, cache[0].shape[1], rates)
         embedded = functional.embedding(batch.input_ids, self._embedding)
         streams = embedded[:, None].repeat(1, self.spec.compressed.hyper.num_streams, 1)
         for layer, layer_cache in zip(self._layers, cache, strict=True):
             frequencies = self._compressed_frequencies if layer.is_compressed else self._plain_frequencies
             hidden, mix = layer.around_attention.enter(streams)
             normed = kernels.rms_norm(hidden, layer.attention_norm, eps)
-            update = layer.attention(normed, frequencies, batch.attention, runs, layer_cache.flatten(0, 1))
+            update = layer.attention(normed, frequencies, batch.attention, layout, layer_cache.flatten(0, 1))
             streams = layer.around_attention.leave(streams, update, mix)
             hidden, mix = layer.around_experts.enter(streams)
             update = layer.experts(kernels.rms_norm(hidden, layer.experts_norm, eps), batch.input_ids)

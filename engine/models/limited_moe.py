@@ -1,16 +1,16 @@
-"""The feed-forward part of DeepSeek V4: experts whose activations are clamped, picked by score or by the token itself.
+"""The feed-forward part of DeepSeek V4: experts whose activations are limited, picked by score or by the token itself.
 
-Plain torch, an expert at a time, on one rank. Shape legend: N rows, E experts, K experts of a row, I inner size.
+On one rank. Shape legend: N rows, E experts, K experts of a row. Knows no attention and no files.
 """
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from engine.models import WeightSource
+from engine.models.moe import stack_experts
 from engine.models.spec import ModelSpec
 from kernels.api import Kernels
-from kernels.reference_moe import score, weigh
+from kernels.reference_moe import limit_gates, score, weigh
 
 
 class LimitedMlp:
@@ -23,9 +23,8 @@ class LimitedMlp:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Rows [N, hidden] -> [N, hidden]."""
-        gate, up = self._kernels.linear(hidden, self._gate_up).chunk(2, dim=-1)
-        inner = functional.silu(gate.clamp(max=self._limit)) * up.clamp(-self._limit, self._limit)
-        return self._kernels.linear(inner, self._down)
+        gate_up = limit_gates(self._kernels.linear(hidden, self._gate_up), self._limit)
+        return self._kernels.linear(self._kernels.silu_mul(gate_up), self._down)
 
 
 class LimitedExperts:
@@ -34,7 +33,7 @@ class LimitedExperts:
     def __init__(self, spec: ModelSpec, index: int, source: WeightSource, kernels: Kernels) -> None:
         compressed = spec.compressed
         assert compressed is not None, "limited experts need their sizes"
-        prefix = f"layers.{index}.ffn."
+        prefix, limit = f"layers.{index}.ffn.", compressed.activation_limit
         self._kernels, self._gate = kernels, compressed.gate
         self._router = kernels.pack_router(source.get(f"{prefix}gate.weight", torch.float32))
         self._table = self._bias = None
@@ -42,11 +41,10 @@ class LimitedExperts:
             self._table = source.get(f"{prefix}gate.tid2eid", torch.int64)
         else:
             self._bias = source.get(f"{prefix}gate.bias", torch.float32)
-        self._experts = [
-            LimitedMlp(f"{prefix}experts.{expert}.", source, kernels, compressed.activation_limit)
-            for expert in range(compressed.num_experts)
-        ]
-        self._shared = LimitedMlp(f"{prefix}shared_experts.", source, kernels, compressed.activation_limit)
+        experts = [f"{prefix}experts.{expert}." for expert in range(compressed.num_experts)]
+        gate_up, down = stack_experts(source, experts, ("w1", "w3")), stack_experts(source, experts, ("w2",))
+        self._experts = kernels.pack_experts(gate_up, down, limit)
+        self._shared = LimitedMlp(f"{prefix}shared_experts.", source, kernels, limit)
 
     def __call__(self, hidden: Tensor, input_ids: Tensor) -> Tensor:
         """Normed rows [N, hidden] of tokens [N] -> [N, hidden]."""
@@ -56,8 +54,4 @@ class LimitedExperts:
         else:
             experts = self._table[input_ids]
             weights = weigh(score(logits, self._gate.scoring), self._gate, experts)
-        out = self._shared(hidden).float()
-        for expert in experts.unique().tolist():
-            rows, slots = (experts == expert).nonzero(as_tuple=True)
-            out.index_add_(0, rows, self._experts[expert](hidden[rows]).float() * weights[rows, slots, None])
-        return out.to(hidden.dtype)
+        return self._kernels.experts_mlp(hidden, weights, experts, self._experts).add_(self._shared(hidden))

@@ -49,8 +49,8 @@ class SparseMlp:
         for expert in set(range(experts.num_experts)) - set(held):
             source.leave(f"{prefix}experts.{expert}.")
         mine = [f"{prefix}experts.{expert}." for expert in held]
-        gate_up = _stack(source, mine, ("gate_proj", "up_proj"))
-        self._experts = kernels.pack_experts(gate_up, _stack(source, mine, ("down_proj",)))
+        gate_up = stack_experts(source, mine, ("gate_proj", "up_proj"))
+        self._experts = kernels.pack_experts(gate_up, stack_experts(source, mine, ("down_proj",)))
         self._counts = balance.watch(self._slots, slot_tensors(self._experts)) if balance else None
         self._shared = GatedMlp(spec, prefix + "shared_experts.", source, kernels) if experts.shared_size else None
 
@@ -75,7 +75,7 @@ def slot_tensors(packed: Any) -> list[Tensor]:
     return [tensor for part in parts for tensor in slot_tensors(part)]
 
 
-def _stack(source: WeightSource, experts: Sequence[str], projections: Sequence[str]) -> Tensor:
+def stack_experts(source: WeightSource, experts: Sequence[str], projections: Sequence[str]) -> Tensor:
     """One tensor [E, rows, in] of each expert's projections one below the other, filled expert by expert."""
     stacked: Tensor | None = None
     for index, prefix in enumerate(experts):

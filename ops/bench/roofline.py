@@ -4,13 +4,14 @@ Counts each prompt token that no row before it had, and each step that the longe
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 BYTES = 2  # of a bfloat16
 MATMUL_SIZE = 8192
 COPY_BYTES = 2**31
+SPARSE_RATE = 4  # of DeepSeek V4's layers with an index
 
 
 @dataclass(frozen=True)
@@ -80,10 +81,15 @@ class Costs:
     expert_parameters: int = 0  # of one expert in each sparse layer
     num_experts: int = 1
     num_selected: int = 0  # experts of a token
+    window: int = 0  # last tokens of which a row reads, in addition ...
+    window_width: float = 0.0  # ... at a cost as above ...
+    window_bytes: int = 0  # ... so much each
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "Costs":
         """From the config.json of a shape, dense or DeepSeek's."""
+        if "compress_ratios" in config:
+            return _compressed_costs(config)
         hidden, layers, heads = config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]
         head_parameters = hidden * config["vocab_size"]
         dense = 3 * hidden * config["intermediate_size"]
@@ -110,6 +116,14 @@ class Costs:
             num_selected=config["num_experts_per_tok"],
         )
 
+    def attention_flops(self, contexts: Iterable[int]) -> float:
+        """Of rows that see so many keys."""
+        in_full, in_window = 0, 0
+        for context in contexts:
+            in_full += context
+            in_window += min(context, self.window)
+        return 4 * (self.attention_width * in_full + self.window_width * in_window)
+
     def token_parameters(self) -> int:
         """Those that multiply one token, the head's left out."""
         return self.body_parameters + self.num_selected * self.expert_parameters
@@ -120,13 +134,46 @@ class Costs:
         return self.body_parameters + num_read * self.expert_parameters
 
 
+def _compressed_costs(config: Mapping[str, Any]) -> Costs:
+    """DeepSeek V4: rows see a window of tokens, and an entry for every so many; all entries, as up to 2,048 tokens."""
+    hidden, head, width = config["hidden_size"], config["head_dim"], config["num_attention_heads"] * config["head_dim"]
+    q_rank, projected = config["q_lora_rank"], config["o_groups"] * config["o_lora_rank"]
+    streams, index, index_heads = config["hc_mult"], config["index_head_dim"], config["index_n_heads"]
+    expert, layers = 3 * hidden * config["moe_intermediate_size"], config["num_hidden_layers"]
+    attention = hidden * (q_rank + head) + q_rank * width + config["o_lora_rank"] * width + projected * hidden
+    mixes = 2 * streams * (streams + 2) * streams * hidden
+    body = layers * (attention + mixes + hidden * config["n_routed_experts"] + expert) + streams * streams * hidden
+    attention_width = cache_values = 0.0
+    for rate in filter(None, config["compress_ratios"]):
+        is_sparse = rate == SPARSE_RATE
+        body += 2 * hidden * head * (1 + is_sparse)
+        attention_width += width / rate
+        cache_values += head / rate
+        if is_sparse:
+            body += index_heads * (index * q_rank + hidden) + 4 * hidden * index
+            attention_width += index_heads * index / 2 / rate
+            cache_values += index / rate
+    return Costs(
+        body_parameters=body,
+        head_parameters=hidden * config["vocab_size"],
+        attention_width=attention_width,
+        cache_bytes=round(BYTES * cache_values),
+        expert_parameters=layers * expert,
+        num_experts=config["n_routed_experts"],
+        num_selected=config["num_experts_per_tok"],
+        window=config["sliding_window"],
+        window_width=layers * width,
+        window_bytes=BYTES * layers * head,
+    )
+
+
 def prefill_seconds(costs: Costs, rates: Rates, rows: Sequence[RowWork]) -> float:
     """FLOPs of the prompt tokens that had to be computed, attention included, at the matmul rate."""
     flops = 0.0
     for row in rows:
         own = row.num_prompt - row.num_cached
-        num_pairs = own * row.num_cached + own * (own + 1) / 2
-        flops += 2 * own * costs.token_parameters() + 4 * costs.attention_width * num_pairs
+        flops += 2 * own * costs.token_parameters()
+        flops += costs.attention_flops(range(row.num_cached + 1, row.num_prompt + 1))
     return flops / rates.flops_per_s
 
 
@@ -137,8 +184,9 @@ def decode_seconds(costs: Costs, rates: Rates, rows: Sequence[RowWork]) -> float
         contexts = [row.num_prompt + step for row in rows if row.num_output > step]
         num_read = costs.read_parameters(len(contexts)) + costs.head_parameters
         num_bytes = BYTES * num_read + costs.cache_bytes * sum(contexts)
+        num_bytes += costs.window_bytes * sum(min(context, costs.window) for context in contexts)
         parameters = costs.token_parameters() + costs.head_parameters
-        flops = 2 * len(contexts) * parameters + 4 * costs.attention_width * sum(contexts)
+        flops = 2 * len(contexts) * parameters + costs.attention_flops(contexts)
         seconds += max(num_bytes / rates.bytes_per_s, flops / rates.flops_per_s)
     return seconds
 

@@ -140,9 +140,52 @@ SHAPES: dict[str, dict[str, Any]] = {
         "v_head_dim": 32,
         "vocab_size": 49152,
     },
+    "DeepSeek-V4-slice": {
+        "architectures": ["DeepseekV4ForCausalLM"],
+        "model_type": "deepseek_v4",
+        "bos_token_id": 1,
+        "compress_ratios": [0, 0, 4, 128, 4, 128],
+        "compress_rope_theta": 160000,
+        "eos_token_id": 2,
+        "hc_eps": 1e-6,
+        "hc_mult": 4,
+        "hc_sinkhorn_iters": 20,
+        "head_dim": 512,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "index_head_dim": 128,
+        "index_n_heads": 64,
+        "index_topk": 512,
+        "max_position_embeddings": 65536,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 64,
+        "num_experts_per_tok": 6,
+        "num_hash_layers": 3,
+        "num_hidden_layers": 6,
+        "num_key_value_heads": 1,
+        "o_groups": 8,
+        "o_lora_rank": 1024,
+        "q_lora_rank": 1024,
+        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": None,
+        "rope_theta": 10000,
+        "routed_scaling_factor": 1.5,
+        "scoring_func": "sqrtsoftplus",
+        "sliding_window": 128,
+        "swiglu_limit": 10.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 129280,
+    },
 }
-"""config.json of each shape; the weights are random, the tokenizer is SmolLM2's. The slice has 9 of V3's 61 layers, the
-tiny one is for CPUs."""
+"""config.json of each shape; weights are random, the tokenizer is SmolLM2's.
+
+Slices have 9 of V3's 61 layers, and 6 of V4's 43; the tiny one is for CPUs.
+"""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.models import compressed
 from engine.models.hyper_decoder import HyperDecoder
 from engine.models.spec import ModelSpec
 from engine.topology import Topology
@@ -134,7 +135,13 @@ def test_wrong_tokens_across_window_borders_are_overwritten(pair: tuple[HyperDec
     torch.testing.assert_close(got, expected_logits(oracle, ids)[30:], atol=TOLERANCE, rtol=0)
 
 
-def test_a_mixed_batch_with_a_shared_prefix_has_the_oracles_logits(pair: tuple[HyperDecoder, Any]) -> None:
+@pytest.mark.parametrize("are_groups_small", [False, True])
+def test_a_mixed_batch_with_a_shared_prefix_has_the_oracles_logits(
+    pair: tuple[HyperDecoder, Any], are_groups_small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if are_groups_small:
+        monkeypatch.setattr(compressed, "MAX_GROUP_TOKENS", 60)
+        monkeypatch.setattr(compressed, "MAX_GROUP_ROWS", 5)
     model, oracle = pair
     prefix = random_ids(24, seed=6)
     prompts = [prefix + random_ids(length, seed=length) for length in (9, 14, 5)]
@@ -142,8 +149,9 @@ def test_a_mixed_batch_with_a_shared_prefix_has_the_oracles_logits(pair: tuple[H
     shared = tables[0][: 24 // BLOCK_SIZE]
     tables = [[*shared, *table[len(shared) :]] for table in tables]
     cache = model.alloc_cache(40, BLOCK_SIZE)
-    model.forward(step_batch([prompts[0][:-1]], [0], tables[:1], logits_rows=[]), cache)
-    starts = [len(prompts[0]) - 1, 24, 24]
+    for prompt, table in zip(prompts[:2], tables, strict=False):
+        model.forward(step_batch([prompt[:-1]], [0], [table], logits_rows=[]), cache)
+    starts = [len(prompts[0]) - 1, len(prompts[1]) - 1, 24]
     batch = step_batch([ids[start:] for ids, start in zip(prompts, starts, strict=True)], starts, tables)
     expected = torch.stack([expected_logits(oracle, ids)[-1] for ids in prompts])
     torch.testing.assert_close(model.logits(model.forward(batch, cache)), expected, atol=TOLERANCE, rtol=0)
@@ -172,8 +180,8 @@ def test_the_names_and_fields_of_a_published_checkpoint_are_read(tmp_path: Path)
 
 def test_what_v4_cannot_be_run_with_yet_is_refused(tmp_path: Path) -> None:
     write_oracle(tmp_path, [SLIDING], {})
-    for fields in ({"deterministic": True}, {"load_format": "random"}, {"quantization": "fp8"}):
-        with pytest.raises(ModelError, match=r"without random weights, fp8 products and --deterministic"):
+    for fields in ({"deterministic": True}, {"quantization": "fp8"}):
+        with pytest.raises(ModelError, match=r"without fp8 products and --deterministic"):
             load(tmp_path, **fields)
     config = json.loads((tmp_path / "config.json").read_text())
     with pytest.raises(SettingsError, match=r"deepseek_v4 runs on one rank"):

@@ -107,12 +107,13 @@ def test_experts_equal_the_reference(num_rows: int, hidden: int, inner: int, dty
     experts = torch.rand(num_rows, 6, generator=torch.Generator().manual_seed(4)).argsort(1)[:, :2].to(DEVICE)
     experts[3::5, 1] = -1
     kernels, oracle = TritonKernels(DEVICE, dtype), ReferenceKernels(DEVICE, torch.float32)
-    got = kernels.experts_mlp(x, weights, experts, kernels.pack_experts(gate_up, down))
-    packed = oracle.pack_experts(gate_up.float(), down.float())
-    wanted = oracle.experts_mlp(x.float(), weights, experts, packed)
-    assert got.dtype == dtype
-    assert got.shape == wanted.shape
-    assert relative_error(got, wanted) < TOLERANCE[dtype]
+    for limit in (None, 0.5):
+        got = kernels.experts_mlp(x, weights, experts, kernels.pack_experts(gate_up, down, limit))
+        packed = oracle.pack_experts(gate_up.float(), down.float(), limit)
+        wanted = oracle.experts_mlp(x.float(), weights, experts, packed)
+        assert got.dtype == dtype
+        assert got.shape == wanted.shape
+        assert relative_error(got, wanted) < TOLERANCE[dtype]
 
 
 @pytest.mark.gpu

@@ -48,6 +48,35 @@ def test_deepseeks_parameters_are_those_of_the_model(shape: str) -> None:
     assert costs.read_parameters(10_000) == pytest.approx(costs.body_parameters + routed)
 
 
+def test_v4s_parameters_are_those_of_the_model() -> None:
+    config = SHAPES["DeepSeek-V4-slice"]
+    kinds = {0: "sliding_attention", 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
+    left_out = ("model_type", "architectures", "compress_ratios", "num_hash_layers", "qk_rope_head_dim")
+    fields = {name: value for name, value in config.items() if name not in left_out}
+    fields["layer_types"] = [kinds[ratio] for ratio in config["compress_ratios"]]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("deepseek_v4", **fields))
+    by_name = {
+        name: each.numel()
+        for name, each in model.named_parameters()
+        if each.dim() > 1 and not name.endswith("position_bias")
+    }
+    head, embedding = by_name.pop("lm_head.weight"), by_name.pop("model.embed_tokens.weight")
+    routed = sum(count for name, count in by_name.items() if ".experts." in name)
+    costs = Costs.of(config)
+    assert costs.head_parameters == head == embedding
+    assert costs.expert_parameters * costs.num_experts == routed
+    assert costs.body_parameters == sum(by_name.values()) - routed
+
+
+def test_a_window_is_read_up_to_its_size() -> None:
+    costs = Costs(0, 0, 2.0, 3, window=5, window_width=7.0, window_bytes=11)
+    rows = [RowWork(8, 2, 3)]
+    pairs, seen = sum(range(3, 9)), 3 + 4 + 5 * 4
+    assert prefill_seconds(costs, RATES, rows) == pytest.approx(4 * (2 * pairs + 7 * seen) / 1e6)
+    assert decode_seconds(costs, Rates(1e12, 1e6), rows) == pytest.approx((3 * (9 + 10) + 11 * 5 * 2) / 1e6)
+
+
 def test_bounds_equal_a_plain_count() -> None:
     costs = Costs.of(CONFIG)
     rows = [RowWork(10, 4, 3), RowWork(7, 0, 1)]

@@ -135,7 +135,7 @@ def _compressed_attention_shapes(spec: ModelSpec, index: int) -> dict[str, tuple
         "wo_a.weight": (projected, width // compressed.output_groups),
         "wo_b.weight": (hidden, projected),
         "q_norm.weight": (compressed.q_rank,),
-        "norm.weight": (head,),
+        "kv_norm.weight": (head,),
         "attn_sink": (spec.num_heads,),
     }
     is_sparse, rate = index in compressed.sparse_layers, compressed.layer_rates[index]

@@ -24,6 +24,10 @@ from schemas.gguf_file import GgufFile
 from schemas.model_files import ModelFiles, read_config, resolve_model
 from schemas.records import ModelRef
 
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+FP4_BLOCK = 32  # values of a row that share a scale
+FP4_PAIRS = (torch.int8, torch.uint8)
+
 _UNUSED_TENSORS = re.compile(r"(.*\.)?rotary_emb\.inv_freq|.*\.masked_bias")
 """Buffers that old checkpoints carry and every implementation recomputes."""
 
@@ -100,16 +104,18 @@ class CheckpointWeights:
         self._left: set[str] = set()
 
     def get(self, name: str, dtype: torch.dtype | None = None, part: Part | None = None) -> Tensor:
-        """See WeightSource.get; a weight in fp8 is multiplied by its scales, and cut then: a part may cut a block."""
+        """See WeightSource.get; fp8 and fp4 are multiplied by their scales, and cut then: a part may cut a block."""
         if name not in self._tensors.names:
             raise ModelError(f"the checkpoint has no tensor {name}: it is not complete or not of this architecture")
         self._used.add(name)
-        is_fp8 = f"{name}_scale_inv" in self._tensors.names
-        tensor = self._tensors.read(name, None if is_fp8 else part).to(self._device)
+        is_scaled = f"{name}_scale_inv" in self._tensors.names
+        tensor = self._tensors.read(name, None if is_scaled else part).to(self._device)
         if tensor.dtype == torch.float8_e4m3fn:
             tensor = cut(self._dequantize(name, tensor), part)
+        elif tensor.dtype in FP4_PAIRS and is_scaled:
+            tensor = cut(unpack_fp4(tensor, self._scales_of(name)), part)
         if not tensor.is_floating_point() and (dtype or self._dtype).is_floating_point:
-            raise ModelError(f"tensor {name} is of {tensor.dtype}: packed weights, such as fp4, are not implemented")
+            raise ModelError(f"tensor {name} is of {tensor.dtype} without scales: of packed weights only fp4 is known")
         return tensor.to(dtype or self._dtype)
 
     def leave(self, prefix: str) -> None:
@@ -123,8 +129,11 @@ class CheckpointWeights:
                 f"tensor {name} is in fp8, but has no {scale_name} or config.json no weight_block_size: "
                 "only fp8 with block scales is implemented"
             )
-        self._used.add(scale_name)
-        return dequantize_blocks(tensor, self._tensors.read(scale_name).to(self._device), self._spec.fp8_block)
+        return dequantize_blocks(tensor, self._scales_of(name), self._spec.fp8_block)
+
+    def _scales_of(self, name: str) -> Tensor:
+        self._used.add(f"{name}_scale_inv")
+        return self._tensors.read(f"{name}_scale_inv").to(self._device)
 
     def check_all_used(self) -> None:
         """Raise ModelError if the checkpoint holds a tensor that the model did not take and that changes a result.
@@ -159,6 +168,22 @@ def dequantize_blocks(weight: Tensor, scales: Tensor, block: tuple[int, int]) ->
         )
     by_row = scales.float().repeat_interleave(block[0], 0)[:rows]
     return weight.float() * by_row.repeat_interleave(block[1], 1)[:, :columns]
+
+
+def unpack_fp4(packed: Tensor, scales: Tensor) -> Tensor:
+    """Two fp4 (e2m1) values a byte, the lower half first, times a scale for FP4_BLOCK of a row: float32 [out, in].
+
+    OCP Microscaling Formats (MX) Specification v1.0, MXFP4.
+    """
+    rows, num_bytes = packed.shape
+    expected = (rows, -(-2 * num_bytes // FP4_BLOCK))
+    if tuple(scales.shape) != expected:
+        raise ModelError(f"fp4 scales of shape {tuple(scales.shape)} for {rows} x {2 * num_bytes}: want {expected}")
+    half = torch.tensor(FP4_VALUES, device=packed.device)
+    values = torch.cat((half, -half))
+    codes = packed.view(torch.uint8).int()
+    weight = torch.stack((values[codes & 15], values[codes >> 4]), dim=-1).flatten(1)
+    return weight * scales.float().repeat_interleave(FP4_BLOCK, 1)[:, : 2 * num_bytes]
 
 
 class SafetensorsFiles:
@@ -202,7 +227,10 @@ def _shards(directory: Path) -> list[Path]:
 
 
 class DeepSeekNames:
-    """The TensorFile of DeepSeek V4: names as DeepSeek publishes them, of which transformers saves some otherwise."""
+    """The TensorFile of DeepSeek V4: names as DeepSeek publishes them, of which transformers saves some otherwise.
+
+    Only the scales have the names that they have elsewhere, so that they are found.
+    """
 
     def __init__(self, file: TensorFile) -> None:
         self._file = file
@@ -215,8 +243,9 @@ class DeepSeekNames:
 
 
 def _published_name(name: str) -> str:
-    name = name.removeprefix("model.").replace("hc_head.hc_", "hc_head_")
-    return name.replace("embed_tokens.", "embed.").replace("lm_head.", "head.")
+    name = name.removeprefix("model.").replace("hc_head.hc_", "hc_head_").replace(".attn.norm.", ".attn.kv_norm.")
+    name = name.replace("embed_tokens.", "embed.").replace("lm_head.", "head.")
+    return name.removesuffix(".scale") + ".weight_scale_inv" if name.endswith(".scale") else name
 
 
 class GgufTensors:

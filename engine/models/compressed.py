@@ -131,7 +131,7 @@ class CompressedAttention:
         self._num_heads, self._head_dim = spec.num_heads, spec.head_dim
         down = [source.get(f"{prefix}{name}.weight") for name in ("wq_a", "wkv")]
         self._down, self._sizes = kernels.pack_projection(torch.cat(down)), [len(part) for part in down]
-        self._q_norm, self._kv_norm = (source.get(f"{prefix}{name}.weight") for name in ("q_norm", "norm"))
+        self._q_norm, self._kv_norm = (source.get(f"{prefix}{name}.weight") for name in ("q_norm", "kv_norm"))
         self._query = kernels.pack_projection(source.get(f"{prefix}wq_b.weight"))
         self._sinks = source.get(f"{prefix}attn_sink", torch.float32)
         self._grouped = source.get(f"{prefix}wo_a.weight").unflatten(0, (compressed.output_groups, -1))

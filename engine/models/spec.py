@@ -54,7 +54,7 @@ _UNDERSTOOD_BY = {
         "moe_intermediate_size", "scoring_func", "norm_topk_prob", "routed_scaling_factor", "num_nextn_predict_layers",
         "compress_rates", "compress_ratios", "compress_rope_theta", "hc_mult", "hc_sinkhorn_iters", "hc_eps",
         "mlp_layer_types", "num_hash_layers", "swiglu_limit", "o_groups", "o_lora_rank", "index_n_heads",
-        "index_head_dim", "index_topk", "topk_method",
+        "index_head_dim", "index_topk", "topk_method", "expert_dtype", "first_k_dense_replace",
     }),
 }
 """Fields that it reads or checks for one architecture more."""
@@ -77,6 +77,8 @@ _ALLOWED: dict[str, dict[str, tuple[Any, ...]]] = {
         "num_key_value_heads": (1,),
         "attention_bias": (False,),
         "mlp_bias": (False,),
+        "expert_dtype": (None, "fp4", "fp8"),  # the tensors themselves show it
+        "first_k_dense_replace": (0,),
     },
 }
 """The only values that are implemented, the default first; under "" for every architecture."""

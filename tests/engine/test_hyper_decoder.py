@@ -4,6 +4,7 @@ The oracle pads on the left wrongly and so runs one sequence at a time.
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -157,21 +158,80 @@ def test_a_mixed_batch_with_a_shared_prefix_has_the_oracles_logits(
     torch.testing.assert_close(model.logits(model.forward(batch, cache)), expected, atol=TOLERANCE, rtol=0)
 
 
+def published_names(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """As DeepSeek names them, where transformers saves other names."""
+    changes = (("model.", ""), ("embed_tokens", "embed"), ("lm_head", "head"), ("hc_head.hc_", "hc_head_"))
+    renamed = {}
+    for name, tensor in weights.items():
+        for ours, theirs in (*changes, (".attn.norm.", ".attn.kv_norm.")):
+            name = name.replace(ours, theirs)
+        renamed[name] = tensor
+    return renamed
+
+
+def write_published_config(directory: Path, ratios: list[int], **fields: Any) -> None:
+    """Rewrite config.json with the fields that DeepSeek uses; ``ratios`` go on with those of the drafting layers."""
+    config = json.loads((directory / "config.json").read_text())
+    for name in ("layer_types", "mlp_layer_types", "compress_rates", "partial_rotary_factor", "rope_parameters"):
+        del config[name]
+    config |= {"compress_ratios": [*ratios, 0], "num_hash_layers": 1, "qk_rope_head_dim": 8, "rope_scaling": None}
+    (directory / "config.json").write_text(json.dumps(config | fields))
+
+
+def test_published_fp8_and_fp4_blocks_are_what_their_scales_make_of_them(tmp_path: Path) -> None:
+    oracle = write_oracle(tmp_path, [SLIDING, SPARSE], {})
+    packed: dict[str, torch.Tensor] = {}
+    dense = published_names(load_file(tmp_path / "model.safetensors"))
+    for name, tensor in list(dense.items()):
+        packed[name] = tensor
+        if ".ffn.experts." in name:
+            dense[name], codes, scales = as_fp4(tensor)
+        elif re.search(r"\.(wq_[ab]|wkv|wo_[ab]|shared_experts\.w[123])\.weight$", name) and "compressor" not in name:
+            dense[name], codes, scales = as_fp8(tensor)
+        else:
+            continue
+        packed |= {name: codes, name.replace(".weight", ".scale"): scales}
+    quantization = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "activation_scheme": "dynamic"}
+    quantization["weight_block_size"] = [128, 128]  # type: ignore[assignment]
+    write_published_config(tmp_path, [0, 4], expert_dtype="fp4", quantization_config=quantization)
+    results = []
+    for weights in (packed, dense):
+        save_file(weights, tmp_path / "model.safetensors")
+        model, batch = load(tmp_path), step_batch([random_ids(30, seed=7)], [0], block_tables([30]))
+        results.append(model.logits(model.forward(batch, model.alloc_cache(10, BLOCK_SIZE)))[0])
+    torch.testing.assert_close(*results, atol=0, rtol=0)
+    assert not torch.equal(results[0], expected_logits(oracle, random_ids(30, seed=7))[-1])  # they were rounded
+
+
+def as_fp8(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What it is rounded to, fp8 codes, and one power of two for all, as a tensor of less than a block has."""
+    exponent = torch.floor(torch.log2(tensor.abs().max() / 448)) + 1
+    codes = (tensor / 2**exponent).to(torch.float8_e4m3fn)
+    shape = [-(-size // 128) for size in tensor.shape]
+    scales = (2**exponent).expand(shape).contiguous().to(torch.float8_e8m0fnu)
+    return codes.float() * 2**exponent, codes, scales
+
+
+def as_fp4(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What it is rounded to, two codes a byte with the first in the lower half, a power of two for 32 of a row."""
+    groups = tensor.unflatten(1, (-1, 32))
+    scales = 2 ** torch.ceil(torch.log2(groups.abs().amax(dim=-1, keepdim=True) / 6))
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    codes = ((groups / scales)[..., None] - values).abs().argmin(dim=-1)
+    pairs = codes.flatten(1).unflatten(1, (-1, 2)).to(torch.uint8)
+    packed = (pairs[..., 0] | pairs[..., 1] << 4).view(torch.int8)
+    return (values[codes] * scales).flatten(1), packed, scales[..., 0].to(torch.float8_e8m0fnu)
+
+
 def test_the_names_and_fields_of_a_published_checkpoint_are_read(tmp_path: Path) -> None:
     oracle = write_oracle(tmp_path, [SLIDING, SPARSE], {})
     weights = load_file(tmp_path / "model.safetensors")
-    renamed = {
-        name.removeprefix("model.").replace("embed_tokens", "embed").replace("hc_head.hc_", "hc_head_"): tensor
-        for name, tensor in weights.items()
-    }
+    renamed = published_names(weights)
     assert "embed.weight" in renamed
+    assert "layers.1.attn.kv_norm.weight" in renamed
     assert "layers.1.attn.indexer.compressor.ape" in renamed
     save_file(renamed | {"mtp.0.norm.weight": torch.ones(64)}, tmp_path / "model.safetensors")
-    config = json.loads((tmp_path / "config.json").read_text())
-    for name in ("layer_types", "mlp_layer_types", "compress_rates", "partial_rotary_factor", "rope_parameters"):
-        del config[name]
-    config |= {"compress_ratios": [0, 4], "num_hash_layers": 1, "qk_rope_head_dim": 8, "rope_scaling": None}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_published_config(tmp_path, [0, 4])
     model, ids = load(tmp_path), random_ids(30, seed=7)
     batch = step_batch([ids], [0], block_tables([30]), logits_rows=range(30))
     got = model.logits(model.forward(batch, model.alloc_cache(10, BLOCK_SIZE)))
@@ -197,12 +257,16 @@ def test_a_cache_takes_the_bytes_it_announces(tmp_path: Path) -> None:
     assert sum(layer.nbytes for layer in cache) == 5 * model.cache_bytes_per_block(64)
 
 
-def test_packed_experts_are_refused_by_name(tmp_path: Path) -> None:
+def test_packed_experts_without_fitting_scales_are_refused_by_name(tmp_path: Path) -> None:
     write_oracle(tmp_path, [SLIDING], {})
     weights, name = load_file(tmp_path / "model.safetensors"), "model.layers.0.ffn.experts.3.w2.weight"
     weights[name] = torch.zeros(64, 16, dtype=torch.int8)
     save_file(weights, tmp_path / "model.safetensors")
-    with pytest.raises(ModelError, match=r"experts.3.w2.weight is of torch.int8: packed weights, such as fp4"):
+    with pytest.raises(ModelError, match=r"experts.3.w2.weight is of torch.int8 without scales"):
+        load(tmp_path)
+    weights[name.replace(".weight", ".scale")] = torch.ones(64, 2)
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"fp4 scales of shape \(64, 2\) for 64 x 32: want \(64, 1\)"):
         load(tmp_path)
 
 

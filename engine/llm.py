@@ -60,7 +60,8 @@ class SamplingParams:
     ``golden_token_ids`` are the output, whatever the model would draw: ``logprobs`` tells what it gave them.
     ``so_args``: {"schema_type": "json" | "regex" | "ebnf" | "choice", "schema": text, or a dict (json), or a list of
     strings (choice)}; keys come out in the schema's order. ``top_labels``: how many labels of each closed set to rank.
-    ``seq_seed`` None: derived from the LLM's seed and prompt.
+    ``seq_seed`` None: derived from the LLM's seed and prompt. ``thinking_token_budget``: tokens of a free part before
+    the answer, up to ``thinking_end``, which ``max_tokens`` counts too; it comes as ``reasoning``.
     """
 
     temperature: float = 1.0

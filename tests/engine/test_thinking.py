@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from engine.grammar import Grammars
+from engine.llm import LLM, SamplingParams
 from engine.loop import Engine
 from engine.parts import Parts
 from engine.text import Text
@@ -32,6 +33,7 @@ from schemas.records import (
 from schemas.settings import EngineSettings
 from tests.demo_model import demo_model
 from tests.engine.fakes import END, ByteText, HashModel, byte_tokenizer, finish_all
+from tests.tiny_models import write_tiny_model
 
 MERGED = {257: "a#!b", 258: "!{", 259: "#!\n", 260: "<end>"}
 """Tokens of several characters; the last one is special."""
@@ -191,6 +193,31 @@ def test_a_thinking_row_is_the_same_in_every_arrangement(temperature: float) -> 
     assert outcomes(overlap=True) == alone
     assert outcomes(overlap=True, num_blocks=60, max_model_len=160, max_num_batched_tokens=16) == alone
     assert outcomes(num_blocks=60, max_model_len=160) == alone
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_steps_launched_ahead_change_no_thought_and_no_answer(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    directory = write_tiny_model(tmp_path_factory.mktemp("model"), "qwen3")
+    so_args = {"schema_type": "choice", "schema": ["cat", "category", "dog"]}
+    params = [
+        SamplingParams(
+            temperature=0,
+            max_tokens=100,
+            thinking_token_budget=1 + index % 40,
+            thinking_end="e",
+            so_args=so_args if index % 3 else None,
+        )
+        for index in range(64)
+    ]
+    answers = []
+    for overlap in (False, True):
+        with LLM(str(directory), dtype="float32", max_model_len=256, overlap=overlap, max_num_seqs=32) as llm:
+            done = llm.generate([f"row {index}" for index in range(64)], params)
+            answers.append([(completion.reasoning, completion.token_ids) for completion in done])
+    assert answers[0] == answers[1]
 
 
 def test_preemption_while_thinking_keeps_what_was_thought() -> None:

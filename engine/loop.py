@@ -267,10 +267,12 @@ class Engine:
         """Extend a sequence by what was drawn for it, as long as its tokens are those of the draft."""
         sequence, draft, thought = run.sequence, run.draft, run.sequence.thought
         num_before, num_taken = len(sequence.token_ids), 0
+        sequence.num_draft_tokens += len(draft.stops)
         for (token_id, logprob), stop in zip(drawn, (0, *draft.stops), strict=True):
             if tuple(sequence.token_ids[num_before:]) != draft.token_ids[:stop] or sequence.thought is not thought:
                 break
             num_taken += 1
+            sequence.num_accepted_tokens += stop > 0
             if error := self._accept(sequence, token_id):
                 self._finish(sequence, FinishReason.CONSTRAINT_ERROR if sequence.matcher else FinishReason.ERROR, error)
             elif reason := self._extend(sequence, token_id, logprob=logprob):
@@ -373,6 +375,8 @@ class Engine:
             error=error,
             num_prompt_tokens=sequence.num_prompt,
             num_cached_tokens=sequence.num_cached,
+            num_draft_tokens=sequence.num_draft_tokens,
+            num_accepted_tokens=sequence.num_accepted_tokens,
             seconds=sequence.seconds,
             first_token_s=sequence.first_token_s,
         )

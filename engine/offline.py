@@ -16,6 +16,7 @@ from typing import Any
 import click
 import msgspec
 
+from engine.frames import Heartbeat
 from engine.llm import LLM, SamplingParams
 from schemas.errors import InputDataError, NightmillError
 from schemas.log import configure_logging
@@ -136,8 +137,21 @@ def show_engine(llm: LLM) -> None:
     for operation, backend, reason in llm.hello.kernels:
         click.echo(f"  {operation}: {backend} ({reason})")
     if llm.stats:
+        click.echo(f"drafts: {describe_drafts(llm.stats)}")
         counts = {name: value for name, value in msgspec.structs.asdict(llm.stats).items() if value}
         click.echo("  " + ", ".join(f"{name} {value}" for name, value in counts.items()))
+
+
+def describe_drafts(stats: Heartbeat) -> str:
+    """Acceptance, by position in the draft too, and what came of it."""
+    if not stats.num_draft_tokens:
+        return "none were verified"
+    each = zip(stats.accepted_by_position, stats.drafts_by_position, strict=True)
+    shares = ", ".join(f"{accepted / verified:.0%}" for accepted, verified in each)
+    return (
+        f"{stats.num_accepted_tokens} of {stats.num_draft_tokens} verified tokens accepted, by position {shares}; "
+        f"{stats.num_output_tokens / stats.num_draws:.2f} output tokens per sequence and step"
+    )
 
 
 def tokenize(model: str, texts: Sequence[str]) -> list[list[int]]:
@@ -159,6 +173,9 @@ def tokenize(model: str, texts: Sequence[str]) -> list[list[int]]:
 @click.option("--dtype", default="auto", show_default=True, help="float32, bfloat16, float16")
 @click.option("--load-format", default="auto", show_default=True, type=click.Choice(["auto", "random"]))
 @click.option("--max-model-len", default=4096, show_default=True, type=click.IntRange(16))
+@click.option(
+    "--num-draft-tokens", type=click.IntRange(0), help="Guessed and verified in one step; default: as many as pay."
+)
 @click.option("--max-tokens", default=32, show_default=True, type=click.IntRange(1), help="Of each text.")
 @click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(0))
 @click.option(

@@ -118,6 +118,8 @@ class Sequence:
     num_registered: int = 0
     num_cached: int = 0  # prompt tokens found in the prefix cache at the first admission
     num_preemptions: int = 0
+    num_draft_tokens: int = 0  # verified so far
+    num_accepted_tokens: int = 0  # of these, drawn as guessed
     text: str = ""  # what the detokenizer has returned; only for sequences with stop strings
     logprobs: list[float] = field(default_factory=list)
     admitted_at: float | None = None  # monotonic seconds

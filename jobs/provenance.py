@@ -43,6 +43,8 @@ class Provenance(Record):
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
+    num_draft_tokens: int = 0  # guessed and verified
+    num_accepted_tokens: int = 0  # of these, drawn as guessed
     pace: Pace | None = None  # when the engine answered; None if nothing was asked
 
     @property
@@ -68,6 +70,8 @@ class Throughput(Record):
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
 
     @property
     def rows_per_s(self) -> float | None:
@@ -83,6 +87,8 @@ def count_work(rows: Iterable[RowResult]) -> dict[str, int]:
         "num_prompt_tokens": sum(row.num_prompt_tokens for row in asked),
         "num_cached_tokens": sum(row.num_cached_tokens for row in asked),
         "num_output_tokens": sum(row.num_output_tokens for row in asked),
+        "num_draft_tokens": sum(row.num_draft_tokens for row in asked),
+        "num_accepted_tokens": sum(row.num_accepted_tokens for row in asked),
     }
 
 
@@ -100,6 +106,8 @@ def measure_throughput(chunks: Sequence[Provenance]) -> Throughput | None:
         num_prompt_tokens=sum(chunk.num_prompt_tokens for chunk in chunks),
         num_cached_tokens=sum(chunk.num_cached_tokens for chunk in chunks),
         num_output_tokens=sum(chunk.num_output_tokens for chunk in chunks),
+        num_draft_tokens=sum(chunk.num_draft_tokens for chunk in chunks),
+        num_accepted_tokens=sum(chunk.num_accepted_tokens for chunk in chunks),
     )
 
 

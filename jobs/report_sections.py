@@ -203,12 +203,14 @@ def describe_speed(throughput: Throughput | None) -> list[tuple[str, str]]:
     """Rates over the time in which chunks ran."""
     if throughput is None or not throughput.busy_s:
         return [("rate", "not known: no part says how it was computed")]
-    busy_s = throughput.busy_s
+    busy_s, verified, accepted = throughput.busy_s, throughput.num_draft_tokens, throughput.num_accepted_tokens
+    drafts = f"{number(accepted)} of {number(verified)} verified: {accepted / verified:.1%}" if verified else "none"
     return [
         ("time in which chunks ran", format_duration(busy_s)),
         ("rows asked", f"{number(throughput.num_asked)}, {throughput.num_asked / busy_s:,.1f} a second"),
         ("output tokens", f"{throughput.num_output_tokens / busy_s:,.1f} a second"),
         ("prompt tokens", f"{throughput.num_prompt_tokens / busy_s:,.1f} a second, cached ones included"),
+        ("draft tokens accepted", drafts),
         ("machines", f"{number(throughput.num_workers)} worker processes on {throughput.hardware}"),
     ]
 

@@ -366,6 +366,8 @@ def _row_result(row: _Row, spec: JobSpec) -> RowResult:
         num_cached_tokens=worst.completion.num_cached_tokens,
         num_output_tokens=sum(len(outcome.completion.token_ids) for outcome in outcomes),
         num_reasoning_tokens=sum(outcome.completion.num_reasoning_tokens for outcome in outcomes),
+        num_draft_tokens=sum(outcome.completion.num_draft_tokens for outcome in outcomes),
+        num_accepted_tokens=sum(outcome.completion.num_accepted_tokens for outcome in outcomes),
         seconds=row.seconds,
         first_token_s=row.first_token_s,
         content_key=row.prompt.content_key,

@@ -333,6 +333,8 @@ class Completion(Record):
     error: str | None = None
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    num_draft_tokens: int = 0  # guessed and verified
+    num_accepted_tokens: int = 0  # of these, drawn as guessed
     seconds: float = 0.0  # from admission to finish
     first_token_s: float | None = None  # from admission to the first token that was drawn, not forced
 
@@ -364,6 +366,8 @@ class RowResult(Record):
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     num_reasoning_tokens: int = 0  # among the output tokens
+    num_draft_tokens: int = 0  # as a completion counts them, over all of them
+    num_accepted_tokens: int = 0
     seconds: float = 0.0
     first_token_s: float | None = None  # of the first try
     content_key: str | None = None  # of its prompt: equal keys are equal questions; None: it was not asked

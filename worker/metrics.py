@@ -3,7 +3,7 @@
 Labels are statuses, outcomes and versions: bounded, and never a job's name or a prompt. Knows no HTTP.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -22,11 +22,23 @@ ENGINE_COUNTERS = {
     "cached_tokens": ("num_cached_tokens", "Prompt tokens that the prefix cache had."),
     "output_tokens": ("num_output_tokens", "Tokens generated, forced ones included."),
     "forced_tokens": ("num_forced_tokens", "Output tokens that the grammar forced, so that none was drawn."),
+    "draws": (
+        "num_draws",
+        "Steps that gave a sequence tokens, each sequence counted: output tokens over these come at once.",
+    ),
+    "draft_tokens": ("num_draft_tokens", "Tokens guessed and verified."),
+    "accepted_tokens": ("num_accepted_tokens", "Of these, those that were drawn as guessed."),
     "batched_tokens": ("num_batched_tokens", "Rows computed: divided by the steps, how full a batch is."),
     "preemptions": ("num_preemptions", "Sequences that lost their cache to others and began anew."),
     "finished_requests": ("num_finished", "Requests that ended, however."),
 }
 """Name behind ``nightmill_engine_`` -> the heartbeat's field and what it says."""
+
+ENGINE_POSITIONS = {
+    "draft_position_tokens": ("drafts_by_position", "Tokens guessed and verified, by their position in the draft."),
+    "accepted_position_tokens": ("accepted_by_position", "Those drawn as guessed, by their position in the draft."),
+}
+"""As above, of fields with a number for each position in a draft."""
 
 ENGINE_GAUGES = {
     "running_sequences": ("num_running", "Sequences in the batch."),
@@ -101,6 +113,8 @@ class Metrics:
         yield _counter("engine_hangs", "Engines killed because they fell silent.", client.num_hangs if client else 0)
         for name, (field, text) in ENGINE_COUNTERS.items():
             yield _counter(f"engine_{name}", text, getattr(stats, field, 0))
+        for name, (field, text) in ENGINE_POSITIONS.items():
+            yield _by_position(f"engine_{name}", text, getattr(stats, field, ()))
         for name, (field, text) in ENGINE_GAUGES.items():
             yield _gauge(f"engine_{name}", text, getattr(stats, field, 0))
 
@@ -119,6 +133,13 @@ OUTCOMES = (
 
 def _counter(name: str, text: str, value: Any) -> CounterMetricFamily:
     return CounterMetricFamily(f"nightmill_{name}", text, value=float(value))
+
+
+def _by_position(name: str, text: str, values: Sequence[int]) -> CounterMetricFamily:
+    family = CounterMetricFamily(f"nightmill_{name}", text, labels=["position"])
+    for position, value in enumerate(values or (0,), start=1):  # the first is always there, for who asks for the series
+        family.add_metric([str(position)], float(value))
+    return family
 
 
 def _gauge(name: str, text: str, value: Any) -> GaugeMetricFamily:

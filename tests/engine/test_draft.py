@@ -54,10 +54,13 @@ def test_drafts_of_any_quality_change_no_completion(settings: dict[str, Any]) ->
     for constraint in CONSTRAINTS:
         engine.add_constraint(constraint)
     requests = mixed_requests(NUM_ROWS)
-    done = {name: answer(completion) for name, completion in run_all(engine, requests).items()}
+    completions = run_all(engine, requests)
+    done = {name: answer(completion) for name, completion in completions.items()}
     assert done == {r.request_id: alone(256)[r.request_id] for r in requests}
     stats = engine.stats
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    counted = [(each.num_draft_tokens, each.num_accepted_tokens) for each in completions.values()]
+    assert list(map(sum, zip(*counted, strict=True))) == [stats.num_draft_tokens, stats.num_accepted_tokens]
     assert (sum(stats.drafts_by_position), sum(stats.accepted_by_position)) == (
         stats.num_draft_tokens,
         stats.num_accepted_tokens,

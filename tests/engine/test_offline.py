@@ -8,9 +8,10 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from engine.frames import Heartbeat
 from engine.llm import SamplingParams
 from engine.loop import Engine
-from engine.offline import STRUCTURED_CASES, main, perplexity, read_samples
+from engine.offline import STRUCTURED_CASES, describe_drafts, main, perplexity, read_samples
 from engine.parts import load_parts
 from schemas.errors import InputDataError
 from schemas.model_files import model_ref
@@ -85,11 +86,28 @@ def test_a_run_on_two_replicas_tells_texts_perplexity_and_constraints(tiny_model
     samples = tmp_path / "samples.jsonl"
     samples.write_text('{"prompt": "the route", "continuation": " is billing"}\n' * 3)
     arguments = ["--model", tiny_model, "--device", "cpu", "--dp", 2, "--max-tokens", 4, "--samples", samples]
+    arguments += ["--num-draft-tokens", 2]
     run = CliRunner().invoke(main, [*map(str, arguments), "--check-structured-output"])
     assert run.exit_code == 0, run.output
     assert run.output.count("4 output tokens, length") == 3
+    assert "\ndrafts: " in run.output
     assert re.search(r"decode perplexity of \d+ given tokens: \d+\.\d{4}", run.output)
     assert run.output.count("  ok\n") == len(STRUCTURED_CASES)
+
+
+def test_drafts_are_told_by_position() -> None:
+    beat = Heartbeat(
+        phase="idle",
+        num_output_tokens=12,
+        num_draws=8,
+        num_draft_tokens=5,
+        num_accepted_tokens=3,
+        drafts_by_position=(3, 2),
+        accepted_by_position=(2, 1),
+    )
+    told = "3 of 5 verified tokens accepted, by position 67%, 50%; 1.50 output tokens per sequence and step"
+    assert describe_drafts(beat) == told
+    assert describe_drafts(Heartbeat(phase="idle")) == "none were verified"
 
 
 def test_degrees_that_do_not_fit_are_said_without_a_traceback(tiny_model: Path) -> None:

@@ -77,6 +77,8 @@ def test_only_rows_that_were_asked_count_as_work(num_rows: int) -> None:
         num_prompt_tokens=5,
         num_cached_tokens=4,
         num_output_tokens=2,
+        num_draft_tokens=3,
+        num_accepted_tokens=1,
     )
     skipped = RowResult(row_index=1, status=RowStatus.SKIPPED)
     assert count_work([asked] * num_rows + [skipped]) == {
@@ -84,4 +86,6 @@ def test_only_rows_that_were_asked_count_as_work(num_rows: int) -> None:
         "num_prompt_tokens": 5 * num_rows,
         "num_cached_tokens": 4 * num_rows,
         "num_output_tokens": 2 * num_rows,
+        "num_draft_tokens": 3 * num_rows,
+        "num_accepted_tokens": num_rows,
     }

@@ -74,16 +74,17 @@ def seconds_of(operation: Callable[[], Any], repeats: int) -> float:
 class Costs:
     """Work of a decoder: its parameters by what reads them, and the cache bytes of a token."""
 
-    body_parameters: int  # multiply every token, and are read once a step
-    head_parameters: int
+    body_parameters: float  # multiply every token, and are read once a step
+    head_parameters: float
     attention_width: float  # half the multiplications of a row with a key that it sees, over heads and layers
-    cache_bytes: int
-    expert_parameters: int = 0  # of one expert in each sparse layer
+    cache_bytes: float
+    expert_parameters: float = 0  # of one expert in each sparse layer
     num_experts: int = 1
-    num_selected: int = 0  # experts of a token
+    num_selected: float = 0  # experts of a token
     window: int = 0  # last tokens of which a row reads, in addition ...
     window_width: float = 0.0  # ... at a cost as above ...
-    window_bytes: int = 0  # ... so much each
+    window_bytes: float = 0  # ... so much each
+    parameter_bytes: int = BYTES  # of body and experts
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "Costs":
@@ -124,7 +125,7 @@ class Costs:
             in_window += min(context, self.window)
         return 4 * (self.attention_width * in_full + self.window_width * in_window)
 
-    def token_parameters(self) -> int:
+    def token_parameters(self) -> float:
         """Those that multiply one token, the head's left out."""
         return self.body_parameters + self.num_selected * self.expert_parameters
 
@@ -182,8 +183,8 @@ def decode_seconds(costs: Costs, rates: Rates, rows: Sequence[RowWork]) -> float
     seconds = 0.0
     for step in range(1, max(row.num_output for row in rows)):  # the first token is the prefill's
         contexts = [row.num_prompt + step for row in rows if row.num_output > step]
-        num_read = costs.read_parameters(len(contexts)) + costs.head_parameters
-        num_bytes = BYTES * num_read + costs.cache_bytes * sum(contexts)
+        num_bytes = costs.parameter_bytes * costs.read_parameters(len(contexts)) + BYTES * costs.head_parameters
+        num_bytes += costs.cache_bytes * sum(contexts)
         num_bytes += costs.window_bytes * sum(min(context, costs.window) for context in contexts)
         parameters = costs.token_parameters() + costs.head_parameters
         flops = 2 * len(contexts) * parameters + costs.attention_flops(contexts)

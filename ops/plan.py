@@ -110,6 +110,8 @@ def rank_costs(costs: Costs, topology: Topology) -> Costs:
         head_parameters=costs.head_parameters / tensor,
         attention_width=costs.attention_width / tensor,
         cache_bytes=costs.cache_bytes / tensor,
+        window_width=costs.window_width / tensor,
+        window_bytes=costs.window_bytes / tensor,
         expert_parameters=costs.expert_parameters / expert,
         num_selected=is_picked,
     )

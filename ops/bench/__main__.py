@@ -7,9 +7,8 @@ from typing import Any
 
 import click
 
-from ops.bench.forecast import JOBS as FORECAST_JOBS
 from ops.bench.tickets import DEFAULT_DATA
-from ops.bench.workloads import DEFAULT_QUESTIONS, SHAPES, WORKLOADS
+from ops.bench.workloads import DEFAULT_QUESTIONS, FORECAST_JOBS, SHAPES, WORKLOADS
 from schemas.errors import NightmillError
 from schemas.log import configure_logging
 from schemas.settings import Settings

@@ -19,13 +19,13 @@ from jobs.broker import stop_broker
 from jobs.forecast import forecast, sample_rows
 from jobs.rehearsal import rehearse
 from ops.bench.measurement import Run, write_result
+from ops.bench.workloads import FORECAST_JOBS
 from schemas.constraints import load_constraint
 from schemas.records import ConstraintKind, RowStatus, Sampling
 from schemas.settings import Settings
 
 DEMO = Path(__file__).parents[1] / "demo"
 SCHEMA = Path(__file__).parents[2] / "schemas" / "route.json"
-JOBS = ("choice", "schema", "free")
 ROUTES = '["billing", "bug", "other", "account"]'
 
 
@@ -33,13 +33,13 @@ ROUTES = '["billing", "bug", "other", "account"]'
 class ForecastBench:
     """``num_rows`` distinct rows a job, of which as many as ``num_rehearsed`` are run first.
 
-    Fewer jobs than ``JOBS`` are a trial, whose figures are written to a file of their own.
+    Fewer jobs than ``FORECAST_JOBS`` are a trial, whose figures are written to a file of their own.
     """
 
     num_rows: int = 320
     num_rehearsed: int = 96
     model: str = "smollm2"
-    jobs: tuple[str, ...] = JOBS
+    jobs: tuple[str, ...] = FORECAST_JOBS
 
 
 def run_forecast_bench(bench: ForecastBench, settings: Settings) -> Iterator[str]:
@@ -63,7 +63,7 @@ def run_forecast_bench(bench: ForecastBench, settings: Settings) -> Iterator[str
         finally:
             stop_broker(settings)
     config = asdict(bench) | {"engine": settings.engine.model_dump(mode="json")}
-    name = "forecast" if bench.jobs == JOBS else f"forecast-{'-'.join(bench.jobs)}"
+    name = "forecast" if bench.jobs == FORECAST_JOBS else f"forecast-{'-'.join(bench.jobs)}"
     yield f"wrote {write_result(name, config, runs, forecasts=forecasts)}"
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 DEFAULT_QUESTIONS = Path(__file__).resolve().parents[3] / "shared" / "data" / "banking77.parquet"
 WORKLOADS = ("free", "route", "extract", "prefill")
+FORECAST_JOBS = ("choice", "schema", "free")
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],

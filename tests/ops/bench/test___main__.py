@@ -12,3 +12,20 @@ def test_an_absent_workload_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     assert done.stderr.startswith("error: no workload at ")
     assert "--data" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_benches_of_a_gpu_machine_need_no_package_of_jobs_and_workers() -> None:
+    """Such a machine has torch and transformers; what else is carried there is the engine's."""
+    code = """
+import importlib, sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"celery", "cronsim", "gguf", "kombu", "matplotlib", "obstore", "redis"}:
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Absent())
+for name in ("__main__", "deterministic", "gpu_tests", "kernels", "labelling", "ranks", "scale", "steps"):
+    importlib.import_module(f"ops.bench.{name}")
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -12,6 +12,7 @@ import structlog
 
 from jobs import report_sections as sections
 from jobs.cli import verb
+from jobs.drift import describe_drift
 from jobs.job import ENFORCEMENT_FILE, REPORT_FILE, Job
 from jobs.labels import LABELLED
 from jobs.locations import split_location
@@ -61,6 +62,7 @@ def render_report(job: Job, settings: JobsSettings, previous: Job | None = None)
         has_labels=num_labelled > 0,
         label_tables=tables,
         previous=previous and f"{previous.job_id}, submitted {previous.created}",
+        drift=describe_drift(job, previous),
         gold=_describe_gold(job, found.gold, found.gold_problem),
         confidence=sections.describe_confidence(found),
         least_certain=sections.list_least_certain(job, found),

@@ -36,10 +36,11 @@ RATES = Rates(flops_per_s=7.9e14, bytes_per_s=4.27e12)  # of an H200; results br
 
 @dataclass(frozen=True)
 class Link:
-    """Between any two GPUs: bytes a second one way, and what a collective call takes at least."""
+    """Between any two GPUs: bytes a second one way, what a collective call takes at least, and a vote by the hosts."""
 
     bytes_per_s: float = 320e9
     call_s: float = 25e-6
+    vote_s: float = 230e-6
 
     def seconds(self, num_calls: float, num_bytes: float) -> float:
         """Of so many calls that bring each rank so many bytes in all."""
@@ -135,7 +136,7 @@ def bound_seconds(costs: Costs, rates: Rates, topology: Topology, work: Work) ->
 
 
 def travel_seconds(config: Mapping[str, Any], topology: Topology, work: Work, link: Link) -> float:
-    """What a rank's rows, and parts of them, take between ranks; the engine hides none of it."""
+    """What a rank's rows, and parts of them, take between ranks, and votes on steps; the engine hides none of it."""
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
     tensor, expert, context = topology.tensor, topology.expert, topology.context
     own = sum(row.num_prompt - row.num_cached for row in work.rows) / topology.data
@@ -143,7 +144,7 @@ def travel_seconds(config: Mapping[str, Any], topology: Topology, work: Work, li
     num_decodes = max(row.num_output for row in work.rows) - 1 if work.has_decodes else 0
     num_steps = own / STEP_ROWS + num_decodes
     row_bytes = BYTES * hidden
-    seconds = 0.0
+    seconds = num_steps * link.vote_s if topology.shares_experts else 0.0
     if tensor > 1:  # two sums a layer, each a ring of 2 (t - 1) / t of the rows
         num_bytes = 2 * layers * (own + decoded) * row_bytes * 2 * (tensor - 1) / tensor
         seconds += link.seconds(2 * layers * num_steps, num_bytes)
@@ -292,7 +293,7 @@ def find_link(directory: Path) -> Link:
         for entry in entries:
             if entry.get("times"):
                 fewest = min(entry["times"], key=lambda each: (each["rows"], each["us"]))
-                return Link(entry["link_bytes_per_s"], fewest["us"] / 2e6)
+                return Link(entry["link_bytes_per_s"], fewest["us"] / 2e6, entry["vote_us"] / 1e6)
     return Link()
 
 

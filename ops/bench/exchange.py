@@ -18,7 +18,7 @@ import torch
 from torch import distributed
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
-from engine.dist import connect
+from engine.dist import Ranks, connect
 from engine.topology import Topology
 from kernels.api import Exchange
 from kernels.exchange import ExchangeShape, open_exchange, pair_seconds, random_rows, recorded_seconds
@@ -81,10 +81,11 @@ def _run_rank(rank: int, meeting: Meeting) -> None:
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
     topology = Topology(data=meeting.num_ranks, expert=meeting.num_ranks)
-    connect(topology, rank, str(directory / "meeting"), device)
+    ranks = connect(topology, rank, str(directory / "meeting"), device)
     group = distributed.group.WORLD
     assert group is not None, "the ranks have met"
-    found: dict[str, Any] = {"link_bytes_per_s": _link_rate(group, device), "forms": {}, "times": []}
+    found: dict[str, Any] = {"link_bytes_per_s": _link_rate(group, device), "vote_us": _vote_us(ranks)}
+    found |= {"forms": {}, "times": []}
     exchanges: dict[str, Exchange] = {}
     for form in (*FORMS, "auto"):
         try:
@@ -115,6 +116,14 @@ def _run_rank(rank: int, meeting: Meeting) -> None:
             (directory / "results.part").replace(directory / "results.json")
     distributed.barrier()
     os._exit(0)  # a buffer of DeepEP waits for the other ranks when it is collected, whether they are there or not
+
+
+def _vote_us(ranks: Ranks, repeats: int = 100) -> float:
+    """Of the agreement on a step's size, by the host."""
+    start_s = time.perf_counter()
+    for _ in range(repeats):
+        ranks.lockstep.largest([0] * 6)
+    return round((time.perf_counter() - start_s) / repeats * 1e6, 1)
 
 
 def _link_rate(group: distributed.ProcessGroup, device: torch.device) -> float:

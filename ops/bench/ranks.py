@@ -25,7 +25,11 @@ POINTS = (
     Point("data", LITE, ("extract",), {"data_parallel": 2}),
     Point("data and experts, NCCL", LITE, ("extract",), TWO | {"exchange": "collective"}),
 )
-PARITY = (("tests/kernels/test_exchange.py", 60.0), ("tests/engine/test_replica.py", 120.0))
+PARITY = (
+    (("tests/kernels/test_exchange.py",), 60.0),
+    (("tests/engine/test_replica.py", "-k", "reference"), 100.0),
+    (("tests/engine/test_replica.py", "-k", "auto"), 120.0),
+)
 """Tests marked ``gpu``, and seconds that they may take."""
 EXCHANGE_SHAPES = (LITE, "DeepSeek-V3-slice")
 
@@ -53,8 +57,8 @@ def run_ranks_bench(bench: RanksBench, commit: str | None = None) -> list[str]:
     lines = [line for each in times for line in describe_exchange(each)]
     lines += measure_points(report, POINTS[:2], bench.questions, bench.tokenizer)
     outcome = Outcome()
-    for file, most_s in PARITY:
-        run_pytest((file, "-m", "gpu"), ROOT, outcome, timeout_s=min(most_s, max(1.0, report.left_s)))
+    for selection, most_s in PARITY:
+        run_pytest((*selection, "-m", "gpu"), ROOT, outcome, timeout_s=min(most_s, max(1.0, report.left_s)))
         report.add(parity=asdict(outcome))
     lines += [f"parity: {len(outcome.passed)} passed, {len(outcome.failed)} failed, {len(outcome.skipped)} skipped"]
     lines += measure_points(report, POINTS[2:], bench.questions, bench.tokenizer)

@@ -74,14 +74,16 @@ def test_decodes_take_the_bytes_of_a_replicas_rows() -> None:
     [
         (Topology(), 0, 0),
         (Topology(data=2), 0, 0),
+        (Topology(context=2, expert=2), (3 + 2 * 2) * 480 / 4096, 480 * 3 * 160 / 2 + 2 * 2 * 240 * 256),
         (Topology(data=2, expert=2), 2 * 2 * 240 / 4096, 2 * 2 * 240 * 256),  # 2 sparse layers, 4 x 60 rows there, back
         (Topology(tensor=2), 2 * 3 * 480 / 4096, 2 * 3 * 480 * 256),  # 3 layers, half of each sum twice
         (Topology(context=2), 3 * 480 / 4096, 480 * 3 * 160 / 2),  # latents of 3 layers
     ],
 )
 def test_what_travels_is_a_plain_count(topology: Topology, num_calls: float, num_bytes: float) -> None:
-    link = Link(bytes_per_s=1e6, call_s=1e-3)
-    assert travel_seconds(TINY, topology, PREFILLS, link) == pytest.approx(num_calls * 1e-3 + num_bytes / 1e6)
+    link = Link(bytes_per_s=1e6, call_s=1e-3, vote_s=2e-3)
+    votes = 2e-3 * 240 / 4096 if topology.shares_experts else 0.0
+    assert travel_seconds(TINY, topology, PREFILLS, link) == pytest.approx(votes + num_calls * 1e-3 + num_bytes / 1e6)
 
 
 def test_topologies_are_those_that_the_model_allows() -> None:
@@ -114,8 +116,10 @@ def test_a_prediction_is_compared_where_one_gpu_did_the_same_in_the_same_run(tmp
 def test_the_link_is_what_was_measured(tmp_path: Path) -> None:
     assert plan.find_link(tmp_path) == Link()
     times = [{"rows": 64, "form": "collective", "us": 80.0}, {"rows": 8, "form": "collective", "us": 60.0}]
-    (tmp_path / "ranks.json").write_text(json.dumps({"exchange": [{"link_bytes_per_s": 3e11, "times": times}]}))
-    assert plan.find_link(tmp_path) == Link(3e11, 30e-6)
+    (tmp_path / "ranks.json").write_text(
+        json.dumps({"exchange": [{"link_bytes_per_s": 3e11, "vote_us": 200.0, "times": times}]})
+    )
+    assert plan.find_link(tmp_path) == Link(3e11, 30e-6, 200e-6)
 
 
 def test_the_command_names_a_line_for_each_topology_and_what_speeds_rest_on() -> None:

@@ -27,6 +27,11 @@ from kernels.api import BLOCK_SIZE, AttentionBatch, Kernels
 
 MIXED_ROWS = 4096
 """Larger steps keep the device busy longer than their launches take."""
+MIXED_ROWS_OF_LATENTS = 1024
+"""With more rows, expanding latents of long chunks, which no recorded step can plan, saves more than launches cost.
+
+DeepSeek-V2-Lite on an H200: 4,096 rows of 310 tokens behind 580 shared ones take 44 ms, with all latents absorbed 60 ms.
+"""
 
 
 class Attention(Protocol):
@@ -85,7 +90,8 @@ class Decoder:
         self.block_size = kernels.latent_block_size(shard.num_heads) if spec.latent else BLOCK_SIZE
         can_mix = kernels.decode_only.isdisjoint(operations) and ranks.context.size == 1
         self.shares_prefixes = kernels.prefix_sharing.issuperset(operations - {"experts_mlp"})
-        self.max_mixed_rows = MIXED_ROWS if self.is_recordable and can_mix else 0
+        most_rows = MIXED_ROWS_OF_LATENTS if spec.latent else MIXED_ROWS
+        self.max_mixed_rows = most_rows if self.is_recordable and can_mix else 0
         self._rotary = Rotary(spec.rope, spec.head_dim, self._device, self._dtype)
 
     def alloc_cache(self, num_blocks: int, block_size: int) -> list[Tensor]:

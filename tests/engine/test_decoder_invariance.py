@@ -15,6 +15,7 @@ from schemas.model_files import ModelFiles
 from schemas.records import Completion, ModelRef, Request, Sampling
 from tests.engine.fakes import run_all
 from tests.engine.test_decoder import random_ids
+from tests.engine.test_draft import KnowsTheAnswers
 from tests.engine.test_parity import make_engine, random_prompts
 from tests.step_batches import BLOCK_SIZE, block_tables, move_batch, step_batch
 from tests.tiny_models import VOCAB_SIZE, write_tiny_model
@@ -115,7 +116,7 @@ def test_a_prefix_that_another_row_computed_has_the_same_bits(model: Decoder) ->
         ),
     ],
 )
-def test_an_engine_draws_the_same_alone_and_in_chunks_with_prefix_hits_and_preemption(
+def test_an_engine_draws_the_same_alone_in_chunks_with_prefix_hits_preempted_and_from_drafts(
     tmp_path: Path, family: str, where: dict[str, Any]
 ) -> None:
     name = str(write_tiny_model(tmp_path, family))
@@ -134,6 +135,13 @@ def test_an_engine_draws_the_same_alone_and_in_chunks_with_prefix_hits_and_preem
     together = run_all(crowded, requests)
     assert crowded.stats.num_preemptions
     assert crowded.stats.num_cached_tokens
+    source = KnowsTheAnswers({name: (None, None, done.token_ids) for name, done in together.items()})
+    guessing = make_engine(
+        name, 128, 400, max_num_seqs=16, max_num_batched_tokens=80, num_draft_tokens=3, draft_source=source, **settings
+    )
+    for request_id, completion in run_all(guessing, requests).items():
+        assert drawn(completion) == drawn(together[request_id])
+    assert 0 < guessing.stats.num_accepted_tokens < guessing.stats.num_draft_tokens
     roomy = make_engine(name, 128, prefix_cache=False, max_num_seqs=4, **settings)
     for request in requests[::12]:
         assert drawn(run_all(roomy, [request])[request.request_id]) == drawn(together[request.request_id])

@@ -1,10 +1,12 @@
 """Greedy output equals transformers at batch 1, token for token, however rows are batched, chunked and preempted."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from engine.draft import DraftSource
 from engine.loop import Engine
 from engine.parts import load_parts
 from schemas.model_files import model_ref
@@ -26,12 +28,15 @@ def make_engine(
     *,
     dtype: str = "float32",
     deterministic: bool = False,
+    draft_source: DraftSource | None = None,
     **settings: Any,
 ) -> Engine:
     """A real engine, on the CPU unless ``settings`` say otherwise; ``num_tokens`` limits its KV cache."""
     ref = model_ref(name, dtype=dtype, max_model_len=max_model_len, deterministic=deterministic)
     resolved = EngineSettings(**({"device": "cpu", "block_size": 16} | settings))
     parts = load_parts(ref, resolved)
+    if draft_source:
+        parts = replace(parts, draft_source=draft_source)
     if num_tokens:
         size_bytes = num_tokens // resolved.block_size * parts.model.cache_bytes_per_block(resolved.block_size)
         resolved = resolved.model_copy(update={"kv_cache_gib": size_bytes / 2**30})

@@ -45,11 +45,8 @@ def load_parts(model: ModelRef, settings: EngineSettings, rank: int = 0, rendezv
     files = resolve_model(model.name, model.revision)
     topology = Topology.of(settings)
     device = select_device(settings, rank, topology.num_ranks)
-    if model.deterministic and topology.rebalance_interval:
-        raise SettingsError(
-            f"engine.rebalance_interval {topology.rebalance_interval}: experts that move are summed in another order, "
-            "so leave it at 0 for deterministic jobs"
-        )
+    if model.deterministic:
+        settings = _settle_order(settings, topology)
     dtype = getattr(torch, model.dtype)
     ranks = connect(topology, rank, rendezvous, device)
     try:
@@ -68,3 +65,20 @@ def load_parts(model: ModelRef, settings: EngineSettings, rank: int = 0, rendezv
     for choice in choices:
         log.info("kernel_chosen", operation=choice.operation, backend=choice.backend, reason=choice.reason)
     return Parts(load_model(files, model, kernels, device, ranks), Text(files), kernels, choices, device, ranks)
+
+
+def _settle_order(settings: EngineSettings, topology: Topology) -> EngineSettings:
+    """Settings with which ranks add up what they share in one order for any number of rows. Raises SettingsError."""
+    if topology.rebalance_interval:
+        raise SettingsError(
+            f"engine.rebalance_interval {topology.rebalance_interval}: experts that move are summed in another order, "
+            "so leave it at 0 for deterministic jobs"
+        )
+    if topology.tensor > 2:
+        raise SettingsError(
+            f"engine.tensor_parallel {topology.tensor}: in which order more than 2 ranks are summed up depends on the "
+            "number of rows, so deterministic jobs take at most 2"
+        )
+    if settings.exchange == "deep_ep":
+        raise SettingsError("engine.exchange deep_ep promises no order of sums: leave it out for deterministic jobs")
+    return settings.model_copy(update={"exchange": "collective"})  # "auto" chooses by the number of rows

@@ -152,6 +152,14 @@ def drawn(completion: Completion) -> tuple[object, ...]:
     return completion.token_ids, completion.logprobs
 
 
-def test_experts_of_a_deterministic_engine_do_not_move() -> None:
-    with pytest.raises(SettingsError, match=r"rebalance_interval 5.* deterministic"):
-        make_engine("smollm2", 64, deterministic=True, data_parallel=2, expert_parallel=2, rebalance_interval=5)
+@pytest.mark.parametrize(
+    ("settings", "cause"),
+    [
+        ({"data_parallel": 2, "expert_parallel": 2, "rebalance_interval": 5}, "rebalance_interval 5"),
+        ({"tensor_parallel": 4}, "tensor_parallel 4"),
+        ({"data_parallel": 2, "expert_parallel": 2, "exchange": "deep_ep"}, "exchange deep_ep"),
+    ],
+)
+def test_ranks_that_would_sum_in_another_order_are_refused(settings: dict[str, Any], cause: str) -> None:
+    with pytest.raises(SettingsError, match=rf"{cause}.* deterministic"):
+        make_engine("smollm2", 64, deterministic=True, **settings)

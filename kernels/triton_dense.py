@@ -175,9 +175,7 @@ class TritonKernels(ReferenceKernels):
         triton_sampling.apply_token_bitmask(logits, bitmask, rows)
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
-        """See Kernels.sample; batches with top-k or top-p are left to the reference."""
-        if batch.top_k is not None or batch.top_p is not None:
-            return super().sample(logits, batch)
+        """See Kernels.sample."""
         return triton_sampling.sample(logits, batch)
 
 

@@ -11,8 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import triton_attention, triton_mla, triton_moe
-from kernels.api import AttentionBatch, SamplingBatch
-from kernels.invariant import sample_rows
+from kernels.api import AttentionBatch
 from kernels.reference import PackedWeight
 from kernels.reference_fp8 import round_rows
 from kernels.reference_mla import UpProjection
@@ -90,12 +89,6 @@ class InvariantTritonKernels(TritonKernels):
         if self.dtype == torch.float32:
             return super().choose_tiling(num_pairs, num_experts)  # one for any number
         return EXPERT_TILINGS[num_pairs > MIN_ROWS * num_experts]
-
-    def sample(self, logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
-        """See Kernels.sample; with top-k or top-p, of which torch makes sums and sorts, each row alone."""
-        if batch.top_k is None and batch.top_p is None:
-            return super().sample(logits, batch)
-        return sample_rows(super().sample, logits, batch)
 
 
 def choose_tiling(num_rows: int, num_columns: int, dtype: torch.dtype) -> Tiling:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.api import AttentionBatch, Choice, Gate, Kernels, Scoring
+from kernels.api import AttentionBatch, Choice, Gate, Kernels, SamplingBatch, Scoring
 from kernels.reference import ReferenceKernels
 from kernels.select import BackendError, select_kernels
 from ops.bench.measurement import write_result
@@ -20,6 +20,7 @@ from schemas.errors import InputDataError
 
 HIDDEN, INNER, EXPERTS, SELECTED = 2048, 1408, 64, 6  # DeepSeek-V2-Lite's experts
 KEY, ROPE, VALUE, RANK, PAGE = 128, 64, 128, 512, 64  # latent attention of V2 and V3
+VOCAB = 151_936  # Qwen3's
 FP8_SPEEDUP = 2  # of the tensor cores' peak over bfloat16's
 
 
@@ -76,10 +77,10 @@ def relative_error(got: Tensor, wanted: Tensor) -> float:
 
 def table(results: list[dict[str, Any]]) -> list[str]:
     """One line a backend."""
-    lines = [f"{'operation':<20}{'size':<34}{'backend':<22}{'ms':>9}{'of bound':>10}{'error':>10}"]
+    lines = [f"{'operation':<20}{'size':<44}{'backend':<22}{'ms':>9}{'of bound':>10}{'error':>10}"]
     for case in results:
         for name, found in case["backends"].items():
-            start = f"{case['operation']:<20}{case['size']:<34}{name:<22}"
+            start = f"{case['operation']:<20}{case['size']:<44}{name:<22}"
             if "failure" in found:
                 lines.append(f"{start}{found['failure'].splitlines()[0][:60]}")
             else:
@@ -134,6 +135,9 @@ def _cases(device: torch.device, opened: Mapping[str, Any]) -> Iterator[Case]:
         if "hopper fp8" in opened:
             yield _experts_case(device, opened, num_rows, is_fp8=True)
             yield _projection_case(device, opened, num_rows)
+    for num_rows in (1, 256):
+        for filters in ({}, {"top_k": 50}, {"top_p": 0.95}, {"top_k": 50, "top_p": 0.95}):
+            yield _sampling_case(device, opened, num_rows, filters)
 
 
 def _latent_case(device: torch.device, opened: Mapping[str, Any], heads: int, lens: Sequence[int]) -> Case:
@@ -278,6 +282,23 @@ def _router_case(device: torch.device, opened: Mapping[str, Any], num_rows: int)
         backends={name: logits(opened[name]) for name in ("reference", "triton") if name in opened},
         wanted=lambda: torch.mm(x.double(), weight.double().T).float(),
         seen=lambda out: out.sum(0) if out.dim() == 3 else out,
+    )
+
+
+def _sampling_case(
+    device: torch.device, opened: Mapping[str, Any], num_rows: int, filters: Mapping[str, float]
+) -> Case:
+    """A draw for each row, whose logits are read once at least; of the result, the tokens' log-probabilities."""
+    logits, rows = 3 * _normal(device, num_rows, VOCAB, seed=1).float(), torch.arange(num_rows, device=device)
+    parameters = {name: torch.full((num_rows,), value, device=device) for name, value in filters.items()}
+    batch = SamplingBatch(torch.ones(num_rows, device=device), rows, rows, **parameters)
+    return Case(
+        operation="sampling",
+        size=", ".join([f"{num_rows} rows of {VOCAB}", *(f"{name} {value}" for name, value in filters.items())]),
+        flops=0.0,
+        num_bytes=4.0 * logits.numel(),
+        backends={"triton": lambda: opened["triton"].sample(logits, batch)[1]} if "triton" in opened else {},
+        wanted=lambda: ReferenceKernels(device).sample(logits, batch)[1],
     )
 
 

@@ -175,10 +175,12 @@ def test_a_row_is_drawn_alike_whatever_others_ask_for() -> None:
     greedy = kernels.sample(logits.clone(), SamplingBatch(zeros, ids, ids, is_all_greedy=True))
     warm = zeros.clone()
     warm[1::2] = 0.8
-    mixed = kernels.sample(logits.clone(), SamplingBatch(warm, ids, ids, min_p=zeros))
+    filters = {"top_k": ids % 5 // 2 * 20, "top_p": 1 - ids % 3 / 5, "min_p": ids % 7 // 6 / 50}
+    mixed = kernels.sample(logits.clone(), SamplingBatch(warm, ids, ids, **filters))
     for row in range(64):
         of_row = (part[row : row + 1] for part in (warm, ids, ids))
-        alone = kernels.sample(logits[row : row + 1].clone(), SamplingBatch(*of_row))
+        used = {name: part[row : row + 1] for name, part in filters.items() if part[row] != (name == "top_p")}
+        alone = kernels.sample(logits[row : row + 1].clone(), SamplingBatch(*of_row, **used))
         for index in range(2):
             assert torch.equal(alone[index][0], mixed[index][row])
     for index in range(2):

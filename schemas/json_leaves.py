@@ -156,6 +156,8 @@ def string_node(flat: Sequence[Sub], notes: Notes) -> dict[str, Any] | None:
     if tree is not None and kept_sub is not None and kept_keyword is not None:
         notes.kept((kept_sub,), kept_keyword)
         return _pattern_node(tree, low, high, flat, notes)
+    if high is not None and high <= MAX_LENGTH:
+        notes.narrowed()  # xgrammar counts characters without escapes only: no quotes, no line breaks
     return _with_lengths({"type": "string"}, low, high, flat, notes)
 
 

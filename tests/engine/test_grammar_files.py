@@ -22,7 +22,7 @@ CONSTRAINTS = [
     Constraint(
         kind=ConstraintKind.JSON_SCHEMA,
         source=json.dumps(
-            {"type": "object", "properties": {"a": {"type": "string", "maxLength": 9}}, "additionalProperties": False}
+            {"type": "object", "properties": {"a": {"type": "string", "minLength": 9}}, "additionalProperties": False}
         ),
     ),
 ]

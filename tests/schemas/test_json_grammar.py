@@ -531,7 +531,14 @@ def test_xgrammar_is_chosen_where_it_keeps_all_that_people_write() -> None:
     assert grammar_engine(load(CLOSED)) is GrammarEngine.XGRAMMAR
     assert grammar_engine(load({"enum": ["a", 1]})) is GrammarEngine.XGRAMMAR
     assert grammar_engine(load({"enum": [{"a": 1}]})) is GrammarEngine.LLGUIDANCE  # xgrammar leaves out the blanks
+    assert grammar_engine(load({"type": "string", "minLength": 2})) is GrammarEngine.XGRAMMAR
     assert grammar_engine(load({"type": "string", "pattern": "^.*$"})) is GrammarEngine.LLGUIDANCE  # and escapes
+
+
+def test_a_string_of_bounded_length_may_hold_quotes_and_line_breaks_each_of_which_counts_once() -> None:
+    grammar = compile_grammar(load({"type": "string", "maxLength": 4}))
+    assert accepts(grammar, canonical('a"\n\\'))
+    assert not accepts(grammar, canonical('a"\n\\b'))
 
 
 def blamed(schema: Any, document: Any) -> set[str]:

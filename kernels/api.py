@@ -258,6 +258,11 @@ class Kernels(Protocol):
         nothing. A row's result does not depend on others.
         """
 
+    def sinkhorn(self, logits: Tensor, num_iterations: int, eps: float) -> Tensor:
+        """Matrices [N, S, S] of ``logits``, float32: softmax of rows plus ``eps``, then columns and rows divided in
+        turn by their sums plus ``eps``, columns ``num_iterations`` times, first and last (Sinkhorn, Knopp 1967).
+        """
+
     def apply_token_bitmask(self, logits: Tensor, bitmask: Tensor, rows: Tensor) -> None:
         """Set logits [L, V] to -inf, in place, where bit v % 32 of word v // 32 of ``bitmask[rows[l]]`` is 0.
 

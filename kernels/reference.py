@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from kernels.api import BLOCK_SIZE, AttentionBatch, ExpertRows, Gate, HeadNorms, SamplingBatch
 from kernels.reference_fp8 import round_blocks, round_rows
+from kernels.reference_hyper import sinkhorn
 from kernels.reference_mla import UpProjection, absorb, attend_rows, project_values, split_up_projection
 from kernels.reference_moe import PackedExperts, combine, grouped_linear, limit_gates, pick, score, sort_by_expert
 from kernels.sampling import sample
@@ -241,6 +242,10 @@ class ReferenceKernels:
         gate_up = self.grouped_linear(_rounded(x, packed)[rows.sources], packed.gate_up, rows)
         inner = self.silu_mul(limit_gates(gate_up, packed.limit))
         return combine(self.grouped_linear(_rounded(inner, packed), packed.down, rows), weights, rows)
+
+    def sinkhorn(self, logits: Tensor, num_iterations: int, eps: float) -> Tensor:
+        """See Kernels.sinkhorn."""
+        return sinkhorn(logits, num_iterations, eps)
 
     def apply_token_bitmask(self, logits: Tensor, bitmask: Tensor, rows: Tensor) -> None:
         """See Kernels.apply_token_bitmask."""

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels import triton_attention, triton_mla, triton_moe, triton_sampling
+from kernels import triton_attention, triton_hyper, triton_mla, triton_moe, triton_sampling
 from kernels.api import AttentionBatch, Gate, HeadNorms, SamplingBatch, Scoring
 from kernels.reference import PackedWeight, ReferenceKernels
 from kernels.reference_fp8 import round_rows
@@ -169,6 +169,12 @@ class TritonKernels(ReferenceKernels):
         if packed.is_fp8:
             inner = round_rows(inner)
         return triton_moe.combine(triton_moe.grouped_linear(inner, packed.down, rows, tiling), weights, rows)
+
+    def sinkhorn(self, logits: Tensor, num_iterations: int, eps: float) -> Tensor:
+        """See Kernels.sinkhorn."""
+        if logits.shape[-1].bit_count() != 1:
+            return super().sinkhorn(logits, num_iterations, eps)
+        return triton_hyper.sinkhorn(logits, num_iterations, eps)
 
     def apply_token_bitmask(self, logits: Tensor, bitmask: Tensor, rows: Tensor) -> None:
         """See Kernels.apply_token_bitmask."""

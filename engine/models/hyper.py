@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from engine.models import WeightSource
 from engine.models.compressed_spec import HyperSpec
+from kernels.api import Kernels
 
 
 class Mix(NamedTuple):
@@ -23,8 +24,8 @@ class Mix(NamedTuple):
 class HyperConnection:
     """Around one part of a layer: what it reads of the streams, and how they take up what it returns."""
 
-    def __init__(self, spec: HyperSpec, eps: float, source: WeightSource, name: str) -> None:
-        self._spec, self._eps = spec, eps
+    def __init__(self, spec: HyperSpec, eps: float, source: WeightSource, kernels: Kernels, name: str) -> None:
+        self._spec, self._eps, self._kernels = spec, eps, kernels
         self._weight, self._base, self._scale = (
             source.get(f"{name}_{part}", torch.float32) for part in ("fn", "base", "scale")
         )
@@ -39,8 +40,8 @@ class HyperConnection:
             part * scale + base
             for part, scale, base in zip(mixed.split(sizes, 1), self._scale, self._base.split(sizes), strict=True)
         )
-        matrix = among.unflatten(1, (size, size)).softmax(dim=-1) + eps
-        mix = Mix(2 * post.sigmoid(), sinkhorn(matrix, self._spec.num_iterations, eps))
+        among = self._kernels.sinkhorn(among.unflatten(1, (size, size)), self._spec.num_iterations, eps)
+        mix = Mix(2 * post.sigmoid(), among)
         return ((pre.sigmoid() + eps)[..., None] * streams.float()).sum(dim=1).to(streams.dtype), mix
 
     @staticmethod
@@ -65,12 +66,3 @@ class HyperHead:
         mixed = functional.linear(functional.rms_norm(flat, flat.shape[1:], eps=self._eps), self._weight)
         pre = (mixed * self._scale + self._base).sigmoid() + self._spec.eps
         return (pre[..., None] * streams.float()).sum(dim=1).to(streams.dtype)
-
-
-def sinkhorn(matrix: Tensor, num_iterations: int, eps: float) -> Tensor:
-    """Scale positive matrices [N, S, S], whose rows sum up to 1, until their columns do too (Sinkhorn, Knopp 1967)."""
-    matrix = matrix / (matrix.sum(dim=-2, keepdim=True) + eps)
-    for _ in range(num_iterations - 1):
-        matrix = matrix / (matrix.sum(dim=-1, keepdim=True) + eps)
-        matrix = matrix / (matrix.sum(dim=-2, keepdim=True) + eps)
-    return matrix

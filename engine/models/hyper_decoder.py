@@ -30,8 +30,8 @@ class HyperLayer:
         self.is_compressed = spec.compressed.layer_rates[index] > 0
         self.attention = CompressedAttention(spec, index, source, kernels)
         self.experts = LimitedExperts(spec, index, source, kernels)
-        self.around_attention = HyperConnection(hyper, eps, source, f"{prefix}hc_attn")
-        self.around_experts = HyperConnection(hyper, eps, source, f"{prefix}hc_ffn")
+        self.around_attention = HyperConnection(hyper, eps, source, kernels, f"{prefix}hc_attn")
+        self.around_experts = HyperConnection(hyper, eps, source, kernels, f"{prefix}hc_ffn")
         self.attention_norm, self.experts_norm = (source.get(f"{prefix}{name}_norm.weight") for name in ("attn", "ffn"))
 
 

@@ -114,10 +114,11 @@ def multiply(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None,
     if x.stride(2) != 1:
         x = x.contiguous()
     tiling = tiling or choose_tiling(num_rows, num_columns, x.dtype)
+    batch_strides = [side.stride(0) if num_batches > 1 else 0 for side in (x, weight, out)]  # else compiled anew for N
     num_tiles = triton.cdiv(num_rows, tiling.rows)
     _multiply[(num_tiles * triton.cdiv(num_columns, tiling.columns), num_batches)](
         x, weight, out if bias is None else bias, out, num_rows, num_columns, depth, num_tiles,
-        x.stride(0), x.stride(1), weight.stride(0), weight.stride(1), weight.stride(2), out.stride(0), out.stride(1),
+        *batch_strides, x.stride(1), weight.stride(1), weight.stride(2), out.stride(1),
         IS_WHOLE_WIDTH=num_columns % tiling.columns == 0, IS_WHOLE_DEPTH=depth % tiling.depth == 0,
         HAS_BIAS=bias is not None, TILE_ROWS=tiling.rows, TILE_COLUMNS=tiling.columns, TILE_DEPTH=tiling.depth,
         TILES_OF_A_GROUP=8,
@@ -128,7 +129,7 @@ def multiply(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None,
 @triton.jit(do_not_specialize=["num_rows", "num_tiles"])
 def _multiply(
     x, weight, bias, out, num_rows, num_columns, depth, num_tiles,
-    x_batch, x_row, weight_batch, weight_column, weight_depth, out_batch, out_row,
+    x_batch, weight_batch, out_batch, x_row, weight_column, weight_depth, out_row,
     IS_WHOLE_WIDTH: tl.constexpr, IS_WHOLE_DEPTH: tl.constexpr, HAS_BIAS: tl.constexpr, TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr, TILE_DEPTH: tl.constexpr, TILES_OF_A_GROUP: tl.constexpr,
 ):  # fmt: skip

@@ -155,7 +155,8 @@ class Grammars:
         info = xgrammar.TokenizerInfo.from_huggingface(self._tokenizer, vocab_size=self._num_tokens)
         pieces = list(info.decoded_vocab)
         for token_id, token in self._tokenizer.added_tokens_decoder.items():
-            pieces[token_id] = token.content.encode()
+            if token_id < len(pieces):  # some tokenizers have more than the model
+                pieces[token_id] = token.content.encode()
         return pieces
 
     def poll(self) -> list[str]:

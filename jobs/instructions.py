@@ -7,21 +7,22 @@ from typing import Any
 from schemas.records import Constraint, ConstraintKind
 
 
-def describe_constraint(constraint: Constraint) -> str:
+def describe_constraint(constraint: Constraint, *, thinks_first: bool = False) -> str:
     """Ask for an answer that keeps the constraint."""
     source = constraint.source
+    answer = "Think step by step first. Then answer" if thinks_first else "Answer"
     match constraint.kind:
         case ConstraintKind.JSON_SCHEMA:
             return (
-                "Answer with one JSON document on one line that follows this JSON Schema, and nothing else:\n"
+                f"{answer} with one JSON document on one line that follows this JSON Schema, and nothing else:\n"
                 + json.dumps(json.loads(source), ensure_ascii=False)
             )
         case ConstraintKind.CHOICE:
-            return "Answer with exactly one of these, and nothing else:\n" + "\n".join(json.loads(source))
+            return f"{answer} with exactly one of these, and nothing else:\n" + "\n".join(json.loads(source))
         case ConstraintKind.REGEX:
-            return f"Answer with text that matches this regular expression, and nothing else:\n{source}"
+            return f"{answer} with text that matches this regular expression, and nothing else:\n{source}"
         case ConstraintKind.EBNF:
-            return f"Answer with text that follows this grammar, and nothing else:\n{source}"
+            return f"{answer} with text that follows this grammar, and nothing else:\n{source}"
 
 
 def describe_tools(tools: Sequence[dict[str, Any]], *, may_answer: bool) -> str:

@@ -68,7 +68,7 @@ def result_line(job: Job, row: Mapping[str, Any], number: int) -> dict[str, Any]
         is_cut=status != RowStatus.OK,
         num_prompt_tokens=meta["prompt_tokens"],
         num_output_tokens=meta["output_tokens"],
-        num_reasoning_tokens=meta["reasoning_tokens"] or 0,
+        num_reasoning_tokens=meta.get("reasoning_tokens") or 0,
         num_cached_tokens=meta["cached_tokens"],
     )
     is_responses = endpoint(json.loads(text), url) == RESPONSES_URL

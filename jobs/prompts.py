@@ -312,7 +312,7 @@ def system_text(spec: JobSpec) -> str | None:
     stands_alone = any(x is not None for x in written_out) or not spec.chat
     if stands_alone or spec.constraint is None:
         return None
-    return describe_constraint(spec.constraint)
+    return describe_constraint(spec.constraint, thinks_first=spec.sampling.thinking is not None)
 
 
 @contextmanager

@@ -3,12 +3,13 @@
 import json
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 import pytest
 
 from jobs.prompts import Prompt, PromptBuilder, Refusal, system_text
 from schemas.errors import ConstraintError, InputDataError, PromptError
-from schemas.records import Constraint, ConstraintKind, JobSpec, RowStatus
+from schemas.records import Constraint, ConstraintKind, JobSpec, RowStatus, Sampling, Thinking
 from tests.tiny_jobs import MODEL, YES_NO, json_schema
 
 
@@ -147,7 +148,10 @@ def test_the_system_text_says_what_the_constraint_wants() -> None:
     assert "yes\nno" in build({"q": "x"}, prompt_column="q", constraint=YES_NO).messages[0].content
     for kind, source in ((ConstraintKind.REGEX, "[ab]+"), (ConstraintKind.EBNF, 'root ::= "a"')):
         constraint = Constraint(kind=kind, source=source)
-        assert source in system_text(JobSpec(name="t", inputs=(), model=MODEL, constraint=constraint))
+        spec = JobSpec(name="t", inputs=(), model=MODEL, constraint=constraint)
+        assert source in system_text(spec)
+        thinking = msgspec.structs.replace(spec, sampling=Sampling(thinking=Thinking(max_tokens=9)))
+        assert system_text(thinking).startswith("Think step by step first. Then answer with text")
 
 
 def test_the_users_own_system_text_or_template_stands() -> None:

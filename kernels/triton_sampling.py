@@ -36,7 +36,8 @@ def sample(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
     chunks = triton.cdiv(vocab, BLOCK)
     best, total = (torch.empty((rows, chunks), dtype=torch.float32, device=logits.device) for _ in range(2))
     best_at = torch.empty((rows, chunks), dtype=torch.int32, device=logits.device)
-    mass, cuts = best, (None, None)
+    mass = best
+    cuts: tuple[Tensor | None, Tensor | None] = None, None
     shapes = {"NUM_CHUNKS": triton.next_power_of_2(chunks), "BLOCK": BLOCK}
     _scan_chunks[(rows, chunks)](logits, best, best_at, total, logits.stride(0), vocab, chunks, BLOCK=BLOCK)
     if not batch.is_all_greedy:
@@ -53,7 +54,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
     return tokens, logprobs
 
 
-def find_cuts(logits: Tensor, best: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor] | tuple[None, None]:
+def find_cuts(logits: Tensor, best: Tensor, batch: SamplingBatch) -> tuple[Tensor | None, Tensor | None]:
     """What the filters keep of each row: distances below a float32 [L], and those equal to it up to a column int32 [L].
 
     ``best`` [L, C] has the largest logits of C parts of each row. None where no row has a filter.
@@ -215,8 +216,8 @@ def _cut(
 
 @triton.jit
 def _weigh(distances, IS_SHARE: tl.constexpr):
-    """What tokens at such distances count for."""
-    return tl.exp(-distances.to(tl.float64)) if IS_SHARE else (distances >= 0).to(tl.int32)
+    """What tokens at such distances count for: nothing where they are not allowed."""
+    return tl.exp(-distances.to(tl.float64)) if IS_SHARE else (distances < float("inf")).to(tl.int32)
 
 
 @triton.jit

@@ -290,7 +290,9 @@ def _sampling_case(
 ) -> Case:
     """A draw for each row, whose logits are read once at least; of the result, the tokens' log-probabilities."""
     logits, rows = 3 * _normal(device, num_rows, VOCAB, seed=1).float(), torch.arange(num_rows, device=device)
-    parameters = {name: torch.full((num_rows,), value, device=device) for name, value in filters.items()}
+    parameters: dict[str, Any] = {
+        name: torch.full((num_rows,), value, device=device) for name, value in filters.items()
+    }
     batch = SamplingBatch(torch.ones(num_rows, device=device), rows, rows, **parameters)
     return Case(
         operation="sampling",

@@ -109,10 +109,16 @@ class Group:
         return {name: part.reshape(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
 
     def swap(self, sent: Sequence[tuple[Tensor, int]], received: Sequence[tuple[Tensor, int]]) -> None:
-        """Send tensors to ranks of the group and fill others from ranks, in one order between any two ranks."""
+        """Send tensors to ranks of the group and fill others from ranks, in one order between any two ranks.
+
+        They are contiguous and travel as bytes, since fp8 is no type that every library sends.
+        """
         operations = [(distributed.isend, *each) for each in sent] + [(distributed.irecv, *each) for each in received]
         if self._group and operations:
-            each = [distributed.P2POp(op, x, group=self._group, group_peer=peer) for op, x, peer in operations]
+            each = [
+                distributed.P2POp(op, x.view(torch.uint8), group=self._group, group_peer=peer)
+                for op, x, peer in operations
+            ]
             for work in distributed.batch_isend_irecv(each):
                 work.wait()
 

@@ -88,11 +88,14 @@ def resolve_sizes(settings: EngineSettings, device: torch.device, *, block_size:
 def to_device(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
     """Move arrays of one dtype to the device in one transfer; the tensors are views of one buffer, in shape.
 
-    Each begins at a multiple of ALIGNMENT_BYTES: GPU kernels are compiled anew for another alignment.
+    Each begins at a multiple of ALIGNMENT_BYTES: GPU kernels are compiled anew for another alignment. On a CPU nothing
+    moves: the tensors are views of the arrays.
     """
+    if device.type == "cpu":
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
     step = ALIGNMENT_BYTES // next(iter(arrays.values())).itemsize
     sizes = [-(-array.size // step) * step for array in arrays.values()]
-    flat = torch.empty(sum(sizes), dtype=_torch_dtype(arrays), pin_memory=device.type == "cuda")
+    flat = torch.empty(sum(sizes), dtype=_torch_dtype(arrays), pin_memory=True)
     for part, array in zip(torch.split(flat, sizes), arrays.values(), strict=True):
         part.numpy()[: array.size] = array.ravel()
     parts = torch.split(flat.to(device, non_blocking=True), sizes)

@@ -304,21 +304,23 @@ class Engine:
             self.stats.num_output_tokens += self._thoughts.extend(sequence, drawn, logprob)
             return None if sequence.thought else self._extend(sequence)
         forced = self._forced_after(sequence, drawn)
+        token_ids = (*drawn, *forced)
         if sequence.closer and sequence.matcher:
-            end = sequence.closer.replace(sequence, sequence.matcher, (*drawn, *forced))
+            end = sequence.closer.replace(sequence, sequence.matcher, token_ids)
             if end is not None:
                 sequence.num_steered = len(end)
                 self._record(sequence, end, (0.0,) * len(end))
                 return FinishReason.CLOSED
-        self._record(sequence, (*drawn, *forced), (*(logprob for _ in drawn), *(0.0,) * len(forced)))
+        self._record(sequence, token_ids, (logprob,) * len(drawn) + (0.0,) * len(forced))
         self.stats.num_forced_tokens += len(forced)
         return self._finish_reason(sequence)
 
     def _forced_after(self, sequence: Sequence, drawn: Ids) -> Ids:
-        if not (sequence.request.sampling.force_text and sequence.matcher):
+        matcher = sequence.matcher
+        if matcher is None or not sequence.request.sampling.force_text or not matcher.forced_text():
             return ()
         before = (*sequence.token_ids[-CONTEXT_TOKENS:], *drawn)
-        return self._forced.advance(sequence.matcher, before, sequence.max_tokens - sequence.num_output - len(drawn))
+        return self._forced.advance(matcher, before, sequence.max_tokens - sequence.num_output - len(drawn))
 
     def _record(self, sequence: Sequence, token_ids: Ids, logprobs: Iterable[float]) -> None:
         sequence.token_ids.extend(token_ids)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from array import array
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -19,6 +20,9 @@ from schemas.errors import EngineError
 
 MIN_SHARERS, MIN_SHARED_KEYS = 16, 128
 """Decode rows, and keys, from which on reading a shared prefix once pays for putting the parts together."""
+
+NO_TOKEN = array("q", [0])
+"""Stands for a token that is in flight."""
 
 
 class Runner:
@@ -63,17 +67,12 @@ def lay_out(runs: Seq[Run], block_size: int) -> dict[str, np.ndarray]:
     np.cumsum(lens, out=query_starts[1:])
     row_run = np.repeat(np.arange(len(runs)), lens)
     positions = np.arange(query_starts[-1]) - np.repeat(query_starts[:-1] - starts, lens)
-    input_ids, block_table = np.empty_like(positions), _block_table(runs)
-    sources = np.full_like(positions, -1)
-    for run, first in zip(runs, query_starts.tolist(), strict=False):
-        tokens = run.sequence.token_ids
-        if run.start < len(tokens):
-            input_ids[first : first + run.num_tokens] = tokens[run.start : run.start + run.num_tokens]
-            input_ids[first + run.num_tokens : first + run.num_rows] = run.draft.token_ids
-        else:
-            input_ids[first], sources[first] = 0, run.sequence.draw_row
+    tokens = [_tokens(run) for run in runs]
+    in_flight = [index for index, known in enumerate(tokens) if not known]
+    sources, block_table = np.full_like(positions, -1), _block_table(runs)
+    sources[query_starts[in_flight]] = [runs[index].sequence.draw_row for index in in_flight]
     return {
-        "input_ids": input_ids,
+        "input_ids": _concatenate(known or NO_TOKEN for known in tokens),
         "sources": sources,
         "positions": positions,
         "slots": block_table[row_run, positions // block_size] * block_size + positions % block_size,
@@ -125,6 +124,12 @@ def build_batch(
     return StepBatch(input_ids, tensors["positions"], tensors["logits_rows"], attention, size)
 
 
+def _tokens(run: Run) -> array[int]:
+    """The tokens of a run; none where the only one is in flight."""
+    known = run.sequence.token_ids[run.start : run.start + run.num_tokens]
+    return known + array("q", run.draft.token_ids) if run.draft.token_ids else known
+
+
 def _logits_rows(runs: Seq[Run], query_starts: np.ndarray) -> np.ndarray:
     """The last row of each run that reaches its sequence's end; of one with a draft, those before and at its stops."""
     wanted = np.array([run.wants_logits for run in runs], dtype=bool)
@@ -139,7 +144,12 @@ def _logits_rows(runs: Seq[Run], query_starts: np.ndarray) -> np.ndarray:
 
 def _block_table(runs: Seq[Run]) -> np.ndarray:
     """Block numbers [S, M], padded with 0."""
-    table = np.zeros((len(runs), max(len(run.sequence.block_ids) for run in runs)), dtype=np.int64)
-    for row, run in zip(table, runs, strict=True):
-        row[: len(run.sequence.block_ids)] = run.sequence.block_ids
+    lens = np.array([len(run.sequence.block_ids) for run in runs])
+    table = np.zeros((len(runs), lens.max()), dtype=np.int64)
+    table[np.arange(lens.max()) < lens[:, None]] = _concatenate(run.sequence.block_ids for run in runs)
     return table
+
+
+def _concatenate(arrays: Iterable[array[int]]) -> np.ndarray:
+    """One after the other, int64; copied as bytes, which takes a tenth of the time that numpy takes."""
+    return np.frombuffer(bytearray().join(arrays), dtype=np.int64)

@@ -58,17 +58,18 @@ class Place:
 
     def step(self, char: str) -> Place:
         """The place after one more character."""
-        following = self._following.get(char)
-        if following is None:
-            following = self._following[char] = self._walker.follow(self, char)
-        return following
+        return self._following.get(char) or self._follow(char)
 
     def walk(self, text: str) -> Place:
         """The place after more text."""
         place = self
-        for char in text:
-            place = place.step(char)
+        for char in text:  # each token of each row: one look-up, no calls
+            place = place._following.get(char) or place._follow(char)
         return place
+
+    def _follow(self, char: str) -> Place:
+        following = self._following[char] = self._walker.follow(self, char)
+        return following
 
     def within(self, low: int, high: int) -> Iterator[str]:
         """One character of each set of those between two code points that go on from here."""

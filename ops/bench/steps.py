@@ -8,7 +8,7 @@ import gc
 import itertools
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -110,22 +110,21 @@ def _count(engine: Engine, workload: Workload, *, force_text: bool) -> StepCount
     warm_up = _Feed(engine, itertools.islice(_requests(workload, constraint.key, "warm-up"), num_warm_up))
     while warm_up.step():
         pass
-    before = asdict(engine.stats)
+    before = replace(engine.stats)
     feed = _Feed(engine, _requests(workload, constraint.key, f"forced-{force_text}", force_text=force_text))
     start = time.perf_counter()
     while feed.step():
         pass
     seconds = time.perf_counter() - start
-    grown = {name: value - before[name] for name, value in asdict(engine.stats).items()}
     return StepCounts(
         workload=workload.name,
         force_text=force_text,
         seconds=seconds,
         num_rows=len(feed.done),
-        num_steps=grown["num_steps"],
-        num_computed_rows=grown["num_batched_tokens"],
+        num_steps=engine.stats.num_steps - before.num_steps,
+        num_computed_rows=engine.stats.num_batched_tokens - before.num_batched_tokens,
         num_own_prompt_tokens=sum(each.num_prompt_tokens - each.num_cached_tokens for each in feed.done),
-        num_forced_tokens=grown["num_forced_tokens"],
+        num_forced_tokens=engine.stats.num_forced_tokens - before.num_forced_tokens,
     )
 
 

@@ -51,12 +51,11 @@ def run_ranks_bench(bench: RanksBench, commit: str | None = None) -> list[str]:
         raise InputDataError(f"two GPUs are measured against one, and this machine has {found}")
     report = Report("ranks", {"dtype": "bfloat16", "limit_s": bench.limit_s}, bench.limit_s, commit)
     lines = measure_points(report, POINTS[:2], bench.questions, bench.tokenizer)
-    times: list[dict[str, Any]] = []
+    times = []
     for shape in EXCHANGE_SHAPES:
-        found = measure_exchange(
-            2, exchange_shape(SHAPES[shape], 2), "cuda", timeout_s=min(60.0, max(1.0, report.left_s))
-        )
-        times.append({"shape": shape} | found)
+        timeout_s = min(60.0, max(1.0, report.left_s))
+        measured = measure_exchange(2, exchange_shape(SHAPES[shape], 2), "cuda", timeout_s=timeout_s)
+        times.append({"shape": shape} | measured)
         report.add(exchange=times)
     lines += [line for each in times for line in describe_exchange(each)]
     outcome = Outcome()

@@ -239,6 +239,15 @@ def gpu_tests(commit: str | None, processes: int) -> None:
     sys.exit(1 if outcome.failed else 0)
 
 
+@main.command()
+def table() -> None:
+    """Put the engine's speeds from the result files into README, beside a peer's, and draw them."""
+    from ops.bench.table import write_table
+
+    for line in write_table():
+        click.echo(line)
+
+
 def _engine_fields(settings: tuple[str, ...]) -> dict[str, Any]:
     """NAME=VALUE by name, VALUE read as JSON."""
     return {name: json.loads(value) for name, _, value in (setting.partition("=") for setting in settings)}

@@ -24,9 +24,11 @@ class OpenJobs:
     def find(self, job_id: str) -> Job:
         """Open the job as ``Job.open`` does, and with its errors, unless it is open."""
         try:
-            content = self._root.read(f"{job_id}/{JOB_FILE}") if JOB_NAME.fullmatch(job_id) else b""
+            content = self._root.read(f"{job_id}/{JOB_FILE}") if JOB_NAME.fullmatch(job_id) else None
         except NotFound:
-            content = b""
+            content = None
+        if content is None:
+            return Job.open(self._root, job_id)  # which says what is wrong, or finds a job that was just submitted
         with self._lock:
             if (job := self._jobs.get(content)) is not None:
                 self._jobs.move_to_end(content)

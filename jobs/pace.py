@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -49,31 +50,46 @@ class SteadyRate:
     error: float
 
 
+class Answer(NamedTuple):
+    """A completion's time and work, without its texts and tokens: a chunk notes thousands."""
+
+    at_s: float
+    admitted_s: float
+    num_prompt_tokens: int  # without what the prefix cache had
+    num_output_tokens: int
+
+    @classmethod
+    def of(cls, completion: Completion, at_s: float) -> "Answer":
+        """A completion that came at ``at_s``."""
+        num_prompt_tokens = completion.num_prompt_tokens - completion.num_cached_tokens
+        return cls(at_s, at_s - completion.seconds, num_prompt_tokens, len(completion.token_ids))
+
+
 class PaceMeter:
     """Notes completions as they come in, from any thread; owned by one run of a chunk."""
 
     def __init__(self) -> None:
-        self._noted: list[tuple[float, Completion]] = []
+        self._answers: list[Answer] = []
 
     def note(self, future: Future[Completion]) -> None:
         """Take a completion now; a callback of its future. One that the engine never gave is none."""
         if not future.cancelled() and future.exception() is None:
-            self._noted.append((time.time(), future.result()))
+            self._answers.append(Answer.of(future.result(), time.time()))
 
     def read(self) -> Pace | None:
         """What was noted so far; None if that is nothing."""
-        return make_pace(self._noted.copy())
+        return make_pace(self._answers.copy())
 
 
-def make_pace(noted: Sequence[tuple[float, Completion]]) -> Pace | None:
-    """``noted``: when completions came, in order."""
-    if not noted:
+def make_pace(answers: Sequence[Answer]) -> Pace | None:
+    """``answers`` in the order in which they came."""
+    if not answers:
         return None
-    admitted = [at_s - completion.seconds for at_s, completion in noted]
-    works = [(1, c.num_prompt_tokens - c.num_cached_tokens, len(c.token_ids)) for _, c in noted]
+    admitted = [answer.admitted_s for answer in answers]
+    works = [(1, answer.num_prompt_tokens, answer.num_output_tokens) for answer in answers]
     sums = np.cumsum(np.array(works, dtype=np.int64), axis=0).tolist()
-    kept = np.unique(np.linspace(0, len(noted) - 1, MAX_MARKS).round().astype(int)).tolist()
-    marks = tuple(_mark(noted[index][0], *sums[index]) for index in kept)
+    kept = np.unique(np.linspace(0, len(answers) - 1, MAX_MARKS).round().astype(int)).tolist()
+    marks = tuple(_mark(answers[index].at_s, *sums[index]) for index in kept)
     return Pace(first_admitted_s=round(min(admitted), 3), last_admitted_s=round(max(admitted), 3), marks=marks)
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jobs.pace import MAX_MARKS, Pace, PaceMeter, SteadyRate, make_pace, steady_rate
+from jobs.pace import MAX_MARKS, Answer, Pace, PaceMeter, SteadyRate, make_pace, steady_rate
 from schemas.records import Completion, FinishReason
 
 PREFIX, OWN = 200, 12
@@ -26,9 +26,7 @@ def completion(seconds: float, num_cached: int, num_output: int) -> Completion:
     )
 
 
-def simulate(
-    num_rows: int, batch: int, lengths: random.Random, *, late_s: float = 0.0
-) -> Iterator[tuple[float, Completion]]:
+def simulate(num_rows: int, batch: int, lengths: random.Random, *, late_s: float = 0.0) -> Iterator[Answer]:
     """A continuous batch: the first row alone, then a step takes a fixed time and some for each of its tokens.
 
     The first row computes the shared prefix, and everything starts ``late_s`` after the run.
@@ -47,22 +45,22 @@ def simulate(
         running = [(left - 1, *rest) for left, *rest in running]
         while running and running[0][0] == 0:
             _, _, started_s, length, num_cached = heapq.heappop(running)
-            yield now_s, completion(now_s - started_s, num_cached, length)
+            yield Answer.of(completion(now_s - started_s, num_cached, length), now_s)
 
 
-def paced(noted: list[tuple[float, Completion]]) -> SteadyRate:
-    pace = make_pace(noted)
+def paced(answers: list[Answer]) -> SteadyRate:
+    pace = make_pace(answers)
     assert pace is not None
     rate = steady_rate([pace])
     assert rate is not None
     return rate
 
 
-def predict(noted: list[tuple[float, Completion]], rate: SteadyRate, num_rows: int) -> float:
+def predict(answers: list[Answer], rate: SteadyRate, num_rows: int) -> float:
     """What jobs.rehearsal does: rows at the steady rate, and once what the short run took beside."""
-    row_tokens = rate.prompt_tokens + sum(len(each.token_ids) for _, each in noted) / len(noted)
+    row_tokens = rate.prompt_tokens + sum(answer.num_output_tokens for answer in answers) / len(answers)
     row_s = row_tokens / rate.tokens_per_s
-    return noted[-1][0] - len(noted) * row_s + num_rows * row_s
+    return answers[-1].at_s - len(answers) * row_s + num_rows * row_s
 
 
 @settings(max_examples=25, deadline=None)
@@ -79,19 +77,19 @@ def test_a_short_run_tells_how_long_a_long_one_takes(
     short = list(simulate(batch * num_batches + 30, batch, random.Random(seed), late_s=late_s))
     rate = paced(short)
     assert rate.is_steady
-    *_, (took_s, _) = simulate(num_rows, batch, random.Random(seed + 1), late_s=late_s)
+    *_, last = simulate(num_rows, batch, random.Random(seed + 1), late_s=late_s)
     bound = 0.15 + 2 * rate.error
-    assert predict(short, rate, num_rows) == pytest.approx(took_s, rel=bound)
+    assert predict(short, rate, num_rows) == pytest.approx(last.at_s, rel=bound)
 
 
 def test_the_start_and_the_end_of_a_run_are_no_part_of_its_rate() -> None:
     """Where the rate of everything, which a job used to be forecast from, is off by a multiple."""
     short = list(simulate(96, 16, random.Random(3), late_s=5.0))
-    *_, (took_s, _) = simulate(2000, 16, random.Random(4), late_s=5.0)
+    *_, last = simulate(2000, 16, random.Random(4), late_s=5.0)
     rate = paced(short)
-    assert predict(short, rate, 2000) == pytest.approx(took_s, rel=0.1)
-    naive_s = short[-1][0] * 2000 / 96
-    assert naive_s > 2 * took_s
+    assert predict(short, rate, 2000) == pytest.approx(last.at_s, rel=0.1)
+    naive_s = short[-1].at_s * 2000 / 96
+    assert naive_s > 2 * last.at_s
     assert rate.prompt_tokens == OWN, "what the first row computed is no work of the others"
 
 
@@ -100,18 +98,18 @@ def test_a_run_that_never_fills_its_batch_says_so_and_is_believed_less() -> None
     full = paced(list(simulate(200, 16, random.Random(0))))
     assert (alone.is_steady, full.is_steady) == (False, True)
     assert alone.error > full.error
-    single = paced([(1.0, completion(0.5, 0, 8))])
+    single = paced([Answer.of(completion(0.5, 0, 8), 1.0)])
     assert (single.is_steady, single.tokens_per_s) == (False, pytest.approx((PREFIX + OWN + 8) / 0.5, rel=0.01))
 
 
 @given(st.integers(2, 2000), st.integers(2, 5))
 def test_a_chunk_keeps_few_marks_and_chunks_together_say_what_one_would(num_rows: int, num_chunks: int) -> None:
-    noted = [(1000.0 + number // 8, completion(1.0, PREFIX, 3)) for number in range(num_rows)]
-    whole = make_pace(noted)
+    answers = [Answer.of(completion(1.0, PREFIX, 3), 1000.0 + number // 8) for number in range(num_rows)]
+    whole = make_pace(answers)
     assert whole is not None
     assert len(whole.marks) == min(num_rows, MAX_MARKS)
     assert whole.marks[-1].num_done == num_rows
-    parts = [pace for index in range(num_chunks) if (pace := make_pace(noted[index::num_chunks]))]
+    parts = [pace for index in range(num_chunks) if (pace := make_pace(answers[index::num_chunks]))]
     together, alone = steady_rate(parts), steady_rate([whole])
     assert together is not None
     assert alone is not None

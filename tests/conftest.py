@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 # Before anything imports torch or tokenizers; child processes inherit it.
@@ -14,6 +15,12 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+
+# The same examples in every run, and no limit on their time: one run decides whether a change is good, on a machine
+# that may be busy. ``--hypothesis-profile explore`` looks for new ones.
+hypothesis.settings.register_profile("explore", deadline=None)
+hypothesis.settings.register_profile("nightmill", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("nightmill")
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -294,7 +294,7 @@ def _answers(socket: Path) -> bool:
         return False
 
 
-@click.group()
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 def main() -> None:
     """Start, stop or look at the embedded broker; workers and submits start it by themselves."""
 

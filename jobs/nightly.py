@@ -232,7 +232,9 @@ def _describe(schedule: Schedule, store: Store, now: datetime) -> dict[str, Any]
 
 @verb("nightly")
 @click.argument("name", required=False)
-@click.option("--date", "day", metavar="DATE", help="A day, or a due time, in the schedule's zone.  [the last]")
+@click.option(
+    "--date", "day", metavar="DATE", help="A day, or a due time, in the schedule's zone.  [default: the last]"
+)
 @click.option("--list", "is_listing", is_flag=True, help="Show all schedules, their next runs and their last jobs.")
 @click.option("--wait/--no-wait", "wait", default=None, help="[default: wait, unless a broker is configured]")
 @click.option("--json", "as_json", is_flag=True, help="JSON lines on stdout, for programs.")

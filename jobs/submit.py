@@ -109,12 +109,14 @@ def _split_choices(values: Sequence[str]) -> list[str]:
     "--constraint-column", metavar="COL", help="Column of each row's constraint: text, or structs of kind and source."
 )
 @click.option(
-    "--constraint-kind", type=click.Choice(CONSTRAINT_KINDS), help="Of a text column's constraints.  [json_schema]"
+    "--constraint-kind",
+    type=click.Choice(CONSTRAINT_KINDS),
+    help="Of a text column's constraints.  [default: json_schema]",
 )
 @click.option("--column", "prompt_column", metavar="COL", help="Column that is the prompt.")
 @click.option("--prompt", metavar="TEMPLATE", help="Jinja2 template over the row's columns (text or @FILE).")
 @click.option("--messages-column", metavar="COL", help="Column of chat messages (list of role and content).")
-@click.option("--body-column", metavar="COL", help="Column of OpenAI request bodies.  [batch files: their bodies]")
+@click.option("--body-column", metavar="COL", help="Column of OpenAI request bodies.  [default: those of batch files]")
 @click.option("--system", metavar="TEXT", help="System message (text or @FILE).")
 @click.option("--chat/--no-chat", default=True, help="--no-chat: plain completion, without the chat template.")
 @click.option("--model", default="smollm2", show_default=True, help="Demo alias, directory, .gguf file or hub name.")
@@ -150,7 +152,9 @@ def _split_choices(values: Sequence[str]) -> list[str]:
     help="Think first, freely, in at most so many tokens; --max-tokens counts them too.",
 )
 @click.option(
-    "--thinking-end", metavar="TEXT", help=f"What ends the thinking, written by the model or for it.  [{THINKING_END}]"
+    "--thinking-end",
+    metavar="TEXT",
+    help=f"What ends the thinking, written by the model or for it.  [default: {THINKING_END}]",
 )
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0: greedy.")
 @click.option("--top-k", type=int, default=0, help="0: off.")
@@ -169,8 +173,8 @@ def _split_choices(values: Sequence[str]) -> list[str]:
 @click.option("--chunk-rows", type=click.IntRange(1), help="Rows a chunk.  [default: jobs.chunk_rows of the settings]")
 @click.option(
     "--priority",
-    type=click.Choice(list(Priority)),
-    default=Priority.INTERACTIVE,
+    type=click.Choice([priority.value for priority in Priority]),
+    default=Priority.INTERACTIVE.value,
     show_default=True,
     help="nightly: its chunks wait while interactive jobs have any.",
 )
@@ -178,13 +182,15 @@ def _split_choices(values: Sequence[str]) -> list[str]:
 @click.option(
     "--abort", "limits", multiple=True, metavar="STATUS=SHARE", help="Stop the job beyond it: invalid=2%; repeatable."
 )
-@click.option("--abort-min-rows", type=click.IntRange(1), metavar="ROWS", help="Look from so many rows on.  [200]")
+@click.option(
+    "--abort-min-rows", type=click.IntRange(1), metavar="ROWS", help="Look from so many rows on.  [default: 200]"
+)
 @click.option(
     "--canary",
     "canary_rows",
     type=click.IntRange(1),
     metavar="ROWS",
-    help="Run so many rows first; go on only within --abort.  [limits: invalid=10%, truncated=10%]",
+    help="Run so many rows first; go on only within --abort.  [default: invalid=10%, truncated=10%]",
 )
 @click.option("--wait/--no-wait", "wait", default=None, help="[default: wait, unless a broker is configured]")
 @click.option("--dry-run", is_flag=True, help="Show what would be done and how long it would take; do nothing.")
@@ -230,6 +236,7 @@ def make_submission(
     prompt: str | None,
     system: str | None,
     max_attempts: int,
+    priority: str,
     calibration: str | None,
     limits: tuple[str, ...],
     abort_min_rows: int | None,
@@ -247,6 +254,7 @@ def make_submission(
         constraint_column_kind=None if constraint_kind is None else ConstraintKind(constraint_kind),
         sampling=_pop_sampling(options),
         retry=RetryPolicy(max_attempts=max_attempts),
+        priority=Priority(priority),
         calibration={} if calibration is None else load_calibration(calibration),
         thresholds=parse_thresholds(limits, abort_min_rows, canary_rows),
         **options,

@@ -11,7 +11,7 @@ import pytest
 
 from jobs.submit import make_constraint
 from schemas.errors import ConstraintError
-from schemas.records import ConstraintKind, RowStatus, Sampling, Thinking
+from schemas.records import ConstraintKind, Priority, RowStatus, Sampling, Thinking
 from tests.jobs.verbs import HandWorker, Machine, commit, json_lines, until
 
 NOBODY_LISTENS = "redis://127.0.0.1:1/0"
@@ -232,6 +232,12 @@ def test_every_sampling_option_reaches_the_job(machine: Machine) -> None:
         top_labels=5,
     )
     assert (spec.num_completions, spec.seed, spec.retry.max_attempts) == (3, 11, 2)
+
+
+@pytest.mark.parametrize("priority", Priority)
+def test_a_priority_is_given_as_the_readme_writes_it(machine: Machine, priority: Priority) -> None:
+    assert machine.submit(machine.write_rows(1), "--no-wait", "--priority", priority.value).exit_code == 0
+    assert machine.job().priority is priority
 
 
 def test_the_same_submit_again_queues_nothing_twice(machine: Machine) -> None:

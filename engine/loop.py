@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import itertools
 import time
-from array import array
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 
@@ -24,18 +22,17 @@ from engine.grammar import Grammars
 from engine.labels import Labels, launch_branches
 from engine.overlong import TooLong
 from engine.parts import Parts, load_parts
+from engine.prompt import Prompt, read_prompt
 from engine.replica import make_replica
 from engine.sampler import Draw, Sampler
 from engine.scheduler import Scheduler
 from engine.stats import EngineStats
+from engine.text import find_stop
 from engine.thinking import Thoughts
 from engine.types import Ids, Run, Sequence, SequenceStatus, StepPlan
 from schemas.errors import ConstraintError, EngineError, PromptError
 from schemas.records import Completion, Constraint, FinishReason, ModelRef, Request
 from schemas.settings import EngineSettings
-
-Prompt: TypeAlias = "array[int] | PromptError | TooLong"
-"""Token ids, or why there are none."""
 
 COMPILE_WAIT_S = 0.02
 """How long a step with nothing else to do waits for a grammar: short, because the caller reads its pipe in between."""
@@ -128,12 +125,7 @@ class Engine:
 
     def tokenize(self, request: Request) -> Prompt:
         """Tokenise and check a prompt, or return what is wrong with it. May run in another thread than all the rest."""
-        try:
-            token_ids = array("q", self._text.encode_request(request, self.max_model_len - 1))
-            self._check_prompt(request, token_ids)
-        except (PromptError, TooLong) as error:
-            return error
-        return token_ids
+        return read_prompt(request, self._text, max_tokens=self.max_model_len - 1, vocab_size=self._vocab_size)
 
     def add(self, request: Request, prompt: Prompt | None = None) -> None:
         """Queue a request. A bad one ends with a completion; only an id in flight already raises EngineError.
@@ -407,19 +399,3 @@ class Engine:
         self._completions.append(
             Completion(request_id=request.request_id, finish_reason=reason, error=error, num_prompt_tokens=num_prompt)
         )
-
-    def _check_prompt(self, request: Request, token_ids: array[int]) -> None:
-        if not token_ids:
-            raise PromptError("the prompt has no tokens")
-        if len(token_ids) >= self.max_model_len:
-            raise TooLong(len(token_ids))
-        if request.token_ids and not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
-            raise PromptError(f"the prompt has a token id outside 0 .. {self._vocab_size - 1}")
-        if (golden := request.golden_token_ids) and not 0 <= min(golden) <= max(golden) < self._vocab_size:
-            raise PromptError(f"the golden tokens have an id outside 0 .. {self._vocab_size - 1}")
-
-
-def find_stop(text: str, stop: tuple[str, ...]) -> int | None:
-    """Where the first stop string begins in ``text``; None if there is none."""
-    found = [at for at in (text.find(string) for string in stop) if at >= 0]
-    return min(found, default=None)

@@ -154,3 +154,9 @@ def _tokenizer_of_gguf(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
         chat_template=found.chat_template,
         **found.named,
     )
+
+
+def find_stop(text: str, stop: tuple[str, ...]) -> int | None:
+    """Where the first stop string begins in ``text``; None if there is none."""
+    found = [at for at in (text.find(string) for string in stop) if at >= 0]
+    return min(found, default=None)

@@ -18,8 +18,7 @@ from engine.device import to_device
 from engine.states import ALLOWS_ALL, ALLOWS_NONE, NO_ROW, SharedMatcher, State
 from engine.types import Matcher
 
-TABLE_BYTES = 2**27
-MIN_ROWS = 1024  # more than sequences in a batch, whatever the vocabulary
+TABLE_BYTES = 2**27  # more where a batch needs them
 
 FillNative = Callable[[list[Matcher], Tensor], None]
 """Write the masks of native matchers into int32 [L, words] on the host, one row each."""
@@ -40,7 +39,7 @@ class MaskTable:
         self._num_words = -(-num_tokens // 32)
         self._last_word = np.uint32(2 ** ((num_tokens - 1) % 32 + 1) - 1).astype(np.int32).item()
         self._num_mask_words = num_mask_words
-        self._num_rows = max(MIN_ROWS, TABLE_BYTES // (4 * num_mask_words))
+        self._num_rows = TABLE_BYTES // (4 * num_mask_words)
         self._device = device
         self._fill_native = fill_native
         self._bits: Tensor | None = None
@@ -52,6 +51,8 @@ class MaskTable:
             return None
         if self._num_used + len(matchers) > self._num_rows:
             self._empty()
+        if self._num_used + len(matchers) > self._num_rows:
+            self._num_rows, self._bits = self._num_used + len(matchers), None
         if self._bits is None:
             self._bits = torch.zeros(self._num_rows, self._num_mask_words, dtype=torch.int32, device=self._device)
             self._bits[ALLOWS_ALL] = -1

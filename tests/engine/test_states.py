@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import states
+from engine import masks, states
 from engine.grammar import Grammars
 from engine.states import SharedMatcher, SharedStates
 from engine.types import Matcher
@@ -155,6 +155,16 @@ def test_on_random_walks_rows_see_what_a_fresh_matcher_says(schema: object) -> N
                     row.rollback(1)
                     tokens.pop()
     assert len(grammars._masks._kept) < num_asked / 2, "most rows find the mask of a row that was there before"
+
+
+def test_a_full_table_of_masks_is_emptied_and_one_too_small_for_a_batch_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masks, "TABLE_BYTES", 4 * (VOCAB_SIZE // 32) * 5)
+    grammars, constraint = make_grammars(), load_constraint(ConstraintKind.REGEX, "abcdefgh[0-9]")
+    for num_rows in (1, 2, 3, 4, 3, 8, 1):
+        rows = [start_matcher(grammars, constraint) for _ in range(num_rows)]
+        for length, row in enumerate(rows):
+            assert all(map(row.accept, b"abcdefgh"[:length]))
+        assert allowed_tokens(grammars, rows) == [{token} for token in b"abcdefgh"[:num_rows]]
 
 
 def test_both_grammar_engines_are_walked() -> None:

@@ -299,13 +299,9 @@ def find_link(directory: Path) -> Link:
 
 def describe(topology: Topology) -> str:
     """Degrees above 1."""
-    degrees = {
-        "data": topology.data,
-        "experts": topology.expert,
-        "tensor": topology.tensor,
-        "context": topology.context,
-    }
-    return " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "one rank"
+    degrees = [("data", topology.data), ("experts", topology.expert), ("tensor", topology.tensor)]
+    degrees.append(("context", topology.context))
+    return " x ".join(f"{name} {degree}" for name, degree in degrees if degree > 1) or "one rank"
 
 
 @dataclass(frozen=True)
@@ -335,7 +331,7 @@ def plan(
     return outlooks
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.option("--model", default="DeepSeek-V2-Lite", show_default=True, help="A shape of ops.bench, or a directory.")
 @click.option("--gpus", "num_gpus", default=2, show_default=True, type=click.IntRange(1, 64))
 @click.option("--quantization", type=click.Choice(["none", "fp8"]), default="none", show_default=True)

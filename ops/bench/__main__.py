@@ -14,7 +14,7 @@ from schemas.log import configure_logging
 from schemas.settings import Settings
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 def main() -> None:
     """Measure this machine. Results also go to ops/bench/results/ as JSON."""
 
@@ -249,8 +249,17 @@ def table() -> None:
 
 
 def _engine_fields(settings: tuple[str, ...]) -> dict[str, Any]:
-    """NAME=VALUE by name, VALUE read as JSON."""
-    return {name: json.loads(value) for name, _, value in (setting.partition("=") for setting in settings)}
+    """NAME=VALUE by name, VALUE read as JSON. Raises click.BadParameter."""
+    fields = {}
+    for setting in settings:
+        name, _, value = setting.partition("=")
+        try:
+            fields[name] = json.loads(value)
+        except ValueError as error:
+            raise click.BadParameter(
+                f"{setting!r} is not NAME=VALUE with a JSON value: quote text, as in '\"cpu\"'"
+            ) from error
+    return fields
 
 
 def _settings() -> Settings:

@@ -32,10 +32,10 @@ LINK_BYTES = 2**28
 CPU_LINK_BYTES = 2**20
 
 
-def exchange_shape(config: dict[str, Any], num_ranks: int, dtype: torch.dtype = torch.bfloat16) -> ExchangeShape:
-    """What travels in a model of that config.json on so many ranks."""
+def exchange_shape(config: dict[str, Any], num_ranks: int) -> ExchangeShape:
+    """What travels in a bfloat16 model of that config.json on so many ranks."""
     num_experts = config["n_routed_experts"] // num_ranks
-    return ExchangeShape(config["hidden_size"], dtype, config["num_experts_per_tok"], num_experts)
+    return ExchangeShape(config["hidden_size"], torch.bfloat16, config["num_experts_per_tok"], num_experts)
 
 
 def measure_exchange(

@@ -4,6 +4,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from click.testing import CliRunner
+
+from ops.bench.__main__ import main
+
 
 def test_an_absent_workload_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ops.bench", "engine", "--cpu", "--data", str(tmp_path)]
@@ -12,6 +16,11 @@ def test_an_absent_workload_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     assert done.stderr.startswith("error: no workload at ")
     assert "--data" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_setting_that_is_no_json_is_told_and_exit_code_2() -> None:
+    result = CliRunner().invoke(main, ["labelling", "--set", "device=cpu"])
+    assert (result.exit_code, "'device=cpu' is not NAME=VALUE" in result.output) == (2, True)
 
 
 def test_the_benches_of_a_gpu_machine_need_no_package_of_jobs_and_workers() -> None:

@@ -221,7 +221,7 @@ CELERY_AND_REDIS = {
     "daemonic children": [f"{WORKER}::test_a_worker_runs_a_job_to_its_end_and_leaves_nothing_behind"],
     "CUDA in a forked child": [f"{WORKER}::test_importing_the_worker_loads_no_torch"],
     "result backend": [
-        f"{QUEUE}::test_ten_thousand_chunks_cost_no_memory_and_leave_no_results",
+        f"{QUEUE}::test_five_thousand_chunks_cost_no_memory_and_leave_no_results",
         f"{WORKER}::test_settings_that_lose_work_are_refused",
     ],
     "completion by chord": [

@@ -104,7 +104,7 @@ def filtered_rows(draw: st.DrawFn) -> tuple[Tensor, SamplingBatch]:
     return torch.from_numpy(logits).float().to(DEVICE), SamplingBatch(**tensors)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60 if torch.cuda.is_available() else 30, deadline=None)
 @given(filtered_rows())
 def test_filters_keep_what_sorting_would_equals_by_index(case: tuple[Tensor, SamplingBatch]) -> None:
     logits, batch = case

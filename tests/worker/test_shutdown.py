@@ -1,5 +1,5 @@
+import contextlib
 import signal
-import time
 from collections.abc import Callable
 
 import psutil
@@ -68,11 +68,19 @@ def test_two_interrupts_as_from_a_terminal_give_chunks_back(lab: Lab, busy: Work
     assert lab.leftovers() == {"queued": 4, "unacked": 0, "index": 0}
 
 
+def engine_of(worker: Worker) -> psutil.Process | None:
+    """The engine that never loads; libraries start children of their own, which are gone at once."""
+    for child in psutil.Process(worker.pid).children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "time.sleep" in " ".join(child.cmdline()):
+                return child
+    return None
+
+
 def test_sigterm_while_the_model_loads_ends_the_worker_at_once(lab: Lab) -> None:
     (lab.path / "never-loads").touch()
     worker = lab.worker(is_ready=False)
-    until(lambda: len(psutil.Process(worker.pid).children()) == 1, "the engine to be started")
-    engine = psutil.Process(worker.pid).children()[0]
+    engine = until(lambda: engine_of(worker), "the engine to be started")
     until(lambda: lab.queue.workers_serving(lab.model.queue) == 1, "a loading worker to be counted")
     worker.signal(signal.SIGTERM)
     assert worker.wait() == 0
@@ -95,12 +103,10 @@ def test_a_revoked_chunk_stops_and_frees_its_slot(lab: Lab) -> None:
 
 def test_a_cancelled_job_stops_soon_and_its_messages_are_used_up(lab: Lab) -> None:
     lab.worker()
-    job = lab.start_job(5, seconds=60)
+    job = lab.start_job(5, seconds=3600)
     until(lambda: len(lab.events("submitted")) == 2, "both slots to be busy")
-    started_s = time.monotonic()
     job.cancel()
     lab.wait_clean()
     assert not job.committed()
-    assert time.monotonic() - started_s < 30
     job.uncancel()
     assert lab.queue.reconcile(job) == 5

@@ -25,7 +25,6 @@ def test_both_modes_are_measured_and_answers_compared(tmp_path: Path, monkeypatc
     (result,) = written["results"]
     assert result["answers_compared"] == 9
     assert result["answers_changed"]["deterministic"] == 0
-    assert result["throughput_cost"] < 1
     assert [backend for _, backend, _ in written["kernels"]["deterministic"]] == ["invariant"]
     assert [run["num_valid"] for run in written["runs"]] == [9, 9]
     assert len(lines) == 2

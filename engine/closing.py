@@ -11,6 +11,7 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
+from engine.spelling import Encode, Spellings, find_spellings
 from engine.states import SharedMatcher
 from engine.types import Ids, Matcher, Sequence
 from engine.vocabulary import Vocabulary
@@ -21,6 +22,8 @@ from schemas.records import Constraint
 from schemas.regex import MAX_CODEPOINT
 
 ENDS_KEPT = 4096
+MAX_SPELLED = 1_024
+"""Texts of one choice; those of a larger one may be spelled in any way."""
 NO_CHAR = "\0"  # no language has it
 
 
@@ -75,8 +78,12 @@ def _code_points(start: bytes) -> tuple[int, int]:
 class Closer:
     """Follows one grammar, and ends its rows in time."""
 
-    def __init__(self, language: Language, vocabulary: Vocabulary) -> None:
+    def __init__(self, language: Language, vocabulary: Vocabulary, encode: Encode | None = None) -> None:
+        """``encode`` spells closed choices, which else may be spelled in any way."""
         self.vocabulary = vocabulary
+        self._encode = encode
+        self._alternatives = lru_cache(ENDS_KEPT)(Place.alternatives)
+        self._spellings = lru_cache(ENDS_KEPT)(self._find_spellings)
         self._longest = language.longest
         self._walker = Walker(language)
         self._is_given_up = False  # the grammar is too complex to be followed
@@ -100,6 +107,20 @@ class Closer:
             self._is_given_up = True
             return None
         return None if position.place.is_dead else position
+
+    def spellings(self, place: Position, context: Ids) -> Spellings | None:
+        """See Places.spellings."""
+        if self._encode is None or place.open:
+            return None
+        try:
+            has_choice = bool(self._alternatives(place.place, MAX_SPELLED))
+        except TooComplex:
+            return None
+        return self._spellings(place.place, context) if has_choice else None
+
+    def _find_spellings(self, place: Place, context: Ids) -> Spellings | None:
+        assert self._encode is not None, "nothing is spelled without it"
+        return find_spellings(self._alternatives(place, MAX_SPELLED), context, self._encode, self.vocabulary)
 
     def is_needed(self, max_tokens: int) -> bool:
         """Whether an output may be longer than ``max_tokens``."""
@@ -140,10 +161,10 @@ class Closer:
         return None if position.length == math.inf else self.vocabulary.fewest_tokens(position.end())
 
 
-def make_closer(constraint: Constraint, vocabulary: Vocabulary) -> Closer | None:
+def make_closer(constraint: Constraint, vocabulary: Vocabulary, encode: Encode | None = None) -> Closer | None:
     """What ends the rows of a constraint; None for one that is nested too deeply to be followed."""
     try:
-        return Closer(language_of(constraint), vocabulary)
+        return Closer(language_of(constraint), vocabulary, encode)
     except RecursionError:
         return None
 

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Sequence
 from functools import lru_cache
 
+from engine.spelling import Way
 from engine.text import Text
 from engine.types import Ids, Matcher
 
@@ -40,11 +41,32 @@ class ForcedText:
         return found
 
     def _find(self, matcher: Matcher, context: Ids, limit: int) -> Ids:
-        span = matcher.forced_text()
-        forced = tuple(itertools.takewhile(matcher.accept, self._encode(context, span)[:limit])) if span else ()
+        found: Ids = ()
+        while len(found) < limit:
+            way, before = matcher.way, (*context, *found)[-CONTEXT_TOKENS:]
+            more = self._spelled(matcher, way) if way else self._plain(matcher, before, limit - len(found))
+            found += more
+            if not more or way is matcher.way:
+                break
+        return found
+
+    def _spelled(self, matcher: Matcher, way: Way) -> Ids:
+        """The next token of a closed choice if all its texts have the same."""
+        token_id = way.only
+        return () if token_id is None or not matcher.accept(token_id) else (token_id,)
+
+    def _plain(self, matcher: Matcher, context: Ids, limit: int) -> Ids:
+        """The forced text as far as no closed choice is near, which has its own spellings."""
+        span, forced = matcher.forced_text(), list[int]()
+        for token_id in self._encode(context, span)[:limit] if span else ():
+            if not matcher.accept(token_id):
+                break
+            forced.append(token_id)
+            if matcher.way:
+                return tuple(forced)
         if forced and not matcher.is_at_end():
             matcher.rollback(1)
             if matcher.allows_longer(forced[-1]):
-                return forced[:-1]
+                return tuple(forced[:-1])
             matcher.accept(forced[-1])
-        return forced
+        return tuple(forced)

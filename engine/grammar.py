@@ -28,6 +28,7 @@ from engine.closing import Closer, make_closer
 from engine.grammar_files import GrammarFiles
 from engine.guidance import GuidanceCompiler, GuidanceGrammar, GuidanceMasks, GuidanceMatcher
 from engine.masks import Masks, MaskTable
+from engine.spelling import Encode
 from engine.states import SharedMatcher, SharedStates
 from engine.types import Matcher
 from engine.vocabulary import Vocabulary, Words, pack_bits
@@ -80,8 +81,11 @@ class Grammars:
         num_threads: int,
         device: torch.device = CPU,
         directory: Path | None = None,
+        encode: Encode | None = None,
     ) -> None:
+        """``encode`` spells closed choices, which else may be spelled in any way."""
         self._tokenizer = tokenizer
+        self._encode = encode
         # The model's padding is left out: xgrammar takes it for special tokens and searches them at every token.
         self._num_tokens = min(vocab_size, max(tokenizer.get_vocab().values()) + 1)
         self._end_token_ids = end_token_ids
@@ -251,7 +255,7 @@ class Grammars:
                 grammar = compile_constraint(compilers, constraint)
                 is_slow = time.monotonic() - started > MIN_KEPT_S
                 to_keep = grammar if is_slow and isinstance(grammar, xgrammar.CompiledGrammar) else None
-            result = grammar, make_closer(constraint, compilers.target_of(constraint).vocabulary)
+            result = grammar, make_closer(constraint, compilers.target_of(constraint).vocabulary, self._encode)
         except Exception as error:  # noqa: BLE001 - the native compiler's errors have no common class; it is recorded
             result = error
         self._results.put((constraint.key, result))
@@ -279,7 +283,7 @@ class Grammars:
 class GrammarMatcher:
     """A grammar's state after the output of one sequence."""
 
-    memo = None
+    memo = way = None
 
     def __init__(self, native: xgrammar.GrammarMatcher, vocabulary: Vocabulary, not_end: Words) -> None:
         self.native = native

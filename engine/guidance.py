@@ -105,7 +105,7 @@ class GuidanceMatcher:
     End tokens are counted here: llguidance takes none where no text is left to write.
     """
 
-    memo = None
+    memo = way = None
 
     def __init__(
         self, native: llguidance.LLMatcher, vocabulary: Vocabulary, end_token_ids: frozenset[int], not_end: Words

@@ -1,8 +1,8 @@
 """How sure the model was of each label of a finished output, and of the others of its set, at temperature 1.
 
-Unranked: the product over the tokens drawn, each among those that the constraint allows. A lower bound, since other
-spellings of the same label count against it. Ranked: the spellings that the tokenizer gives all labels in their place,
-as a trie in which each branch shares out what it has.
+Unranked: the product over the tokens at which spellings part, each among those that the mask allows; see
+engine.spelling. Where the mask allows other spellings too, it is a lower bound. Ranked: the spellings that the
+tokenizer gives all labels in their place, as a trie in which each branch shares out what it has.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from torch import Tensor
 
 from engine.device import ToHost, to_device
 from engine.forced import CONTEXT_TOKENS
+from engine.spelling import Way
+from engine.states import State
 from engine.text import Text
 from engine.types import Sequence
 from schemas.choices import Choice, find_choices
@@ -173,13 +175,15 @@ class Labels:
         """
         pieces = tuple(tokens[token_id] for token_id in completion.token_ids[sequence.num_thought :])
         logprobs = sequence.logprobs[sequence.num_thought :]
+        passed = sequence.matcher.passed() if sequence.matcher else []
         num_own = len(pieces) - sequence.num_steered  # labels behind them are not the model's
         located = [each for each in self._locate(constraint, completion.text, pieces) if each.end <= num_own]
+        located = [_with_lead(each, passed, pieces) for each in located]
         labels = tuple(
             Label(
                 path=choice.path,
                 text=choice.names[choice.index],
-                probability=math.exp(sum(logprobs[start:end])),
+                probability=math.exp(_logprob(logprobs[start:end], passed[start:end])),
             )
             for choice, start, end, _, _ in located
         )
@@ -223,6 +227,33 @@ class Labels:
         ends: list[Ids] = [(end_id,) for end_id in sorted(self._text.eos_token_ids)] if is_last else [()]
         spellings = [self._text.encode_after(context, lead + label + following) for label in labels]
         return build_trie(len(labels), [(index, ids + end) for index, ids in enumerate(spellings) for end in ends])
+
+
+def _with_lead(located: Located, passed: Seq[State], pieces: Seq[bytes]) -> Located:
+    """Let a choice begin where its spellings do: they may part at a blank before it, which belongs to some tokens."""
+    first = located.start
+    way = passed[first].way if first < len(passed) else None
+    while way and first and _is_on(way, passed[first - 1]):
+        first -= 1
+    num_before = min(first, located.num_before)
+    lead = b"".join(pieces[num_before : located.num_before]).decode() + located.lead
+    return located._replace(start=first, num_before=num_before, lead=lead)
+
+
+def _logprob(logprobs: Seq[float], passed: Seq[State]) -> float:
+    """Of a label's tokens, drawn in the states ``passed``: up to where its spelling is the only one left.
+
+    Of all of them where other spellings were allowed.
+    """
+    way = passed[0].way if passed else None
+    if way is None:
+        return sum(logprobs)
+    own = [(logprob, state) for logprob, state in zip(logprobs, passed, strict=False) if _is_on(way, state)]
+    return sum(logprob for logprob, _ in own) if all(state.is_spelled for _, state in own) else sum(logprobs)
+
+
+def _is_on(way: Way, state: State) -> bool:
+    return state.way is not None and state.way.spellings is way.spellings
 
 
 def launch_branches(logits: Tensor, sequences: Seq[Sequence]) -> tuple[list[Sequence], ToHost] | None:

@@ -90,6 +90,7 @@ class Engine:
             num_threads=torch.get_num_threads(),
             device=parts.device,
             directory=settings.grammar_dir,
+            encode=parts.text.encode_after,
         )
         self._thoughts = Thoughts(parts.text, lambda: self._grammars.pieces)
         self._sequences: dict[str, Sequence] = {}  # every request that has no completion yet, by id

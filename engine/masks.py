@@ -92,6 +92,8 @@ class MaskTable:
         found = filled.numpy()
         for state, bits in zip(self._kept[first:], found, strict=False):
             state.allowed = bits.tobytes()
+            if state.way:
+                state.is_spelled = state.way.narrow(bits)
         return found
 
     def _empty(self) -> None:

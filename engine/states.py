@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
+from engine.spelling import Spellings, Way
 from engine.types import Ids, Matcher
 
 MAX_STATES = 2**14
@@ -33,6 +34,9 @@ class Places(Protocol):
     def after(self, place: Any, token_id: int) -> Hashable:
         """The place after one more token; None if it is not known."""
 
+    def spellings(self, place: Any, context: Ids) -> Spellings | None:
+        """How the ways to go on are written behind the tokens ``context``, if they are few."""
+
 
 class State:
     """A state with what is known about it."""
@@ -44,21 +48,25 @@ class State:
         "forced",
         "is_at_end",
         "is_kept",
+        "is_spelled",
         "is_terminated",
         "longer",
         "memo",
         "num_visits",
         "place",
         "row",
+        "way",
     )
 
-    def __init__(self, place: Any = None, *, is_kept: bool = False) -> None:
+    def __init__(self, place: Any = None, way: Way | None = None, *, is_kept: bool = False) -> None:
         self.place = place
+        self.way = way
+        self.is_spelled = way is not None  # the mask leaves that way alone
         self.is_kept = is_kept  # else one row alone is here
         self.children: dict[int, State] = {}
         self.num_visits = 0  # of rows that found no child
         self.row = NO_ROW  # of its mask in the table, ...
-        self.allowed: bytes | None = None  # ... and the bits of it
+        self.allowed: bytes | None = None  # ... and the bits of the grammar's
         self.is_terminated = False
         self.can_end: bool | None = None
         self.is_at_end: bool | None = None
@@ -75,7 +83,7 @@ class State:
         return state
 
     def allows(self, token_id: int) -> bool:
-        """What the mask says; only where there is one."""
+        """What the grammar says; only where there is a mask."""
         assert self.allowed is not None, "a mask is asked once it is filled"
         place = token_id >> 3
         return place < len(self.allowed) and bool(self.allowed[place] >> (token_id & 7) & 1)
@@ -88,12 +96,13 @@ class SharedStates:
         self, start: Callable[[], Matcher], end_token_ids: frozenset[int], places: Places | None = None
     ) -> None:
         self.start = start
-        self.root = State(places.first() if places else None, is_kept=True)
+        self._places = places
+        place = places.first() if places else None
+        self.root = State(place, self._spell(place, ()), is_kept=True)
         self.num_states = 1
         self._end_token_ids = end_token_ids
         self._terminated = State.last(is_terminated=True)
-        self._places = places
-        self._by_place: dict[Hashable, State] = {self.root.place: self.root}
+        self._by_place: dict[tuple[Hashable, Way | None], State] = {(self.root.place, self.root.way): self.root}
         self._num_edges = 0
 
     def after(self, state: State, token_id: int, *, is_kept: bool) -> State:
@@ -101,9 +110,10 @@ class SharedStates:
         if token_id in self._end_token_ids:
             child = self._terminated
         elif (place := self._place_after(state, token_id)) is None:
-            child = self._add(None) if is_kept else State()
+            child = self._add(None, None) if is_kept else State()
         else:
-            child = self._by_place.get(place) or self._add(place)
+            way = (state.way and state.way.step(token_id)) or self._spell(place, (token_id,))
+            child = self._by_place.get((place, way)) or self._add(place, way)
         if state.is_kept and child.is_kept and self._num_edges < MAX_EDGES:
             state.children[token_id] = child
             self._num_edges += 1
@@ -113,18 +123,25 @@ class SharedStates:
         """Start anew: what is needed comes back. Rows keep the states that they are in."""
         self.num_states, self._num_edges = 1, 0
         self.root.children.clear()
-        self._by_place = {self.root.place: self.root}
+        self._by_place = {(self.root.place, self.root.way): self.root}
 
     def _place_after(self, state: State, token_id: int) -> Hashable:
         return None if self._places is None or state.place is None else self._places.after(state.place, token_id)
 
-    def _add(self, place: Hashable) -> State:
+    def _spell(self, place: Hashable, context: Ids) -> Way | None:
+        """The way that begins here, if one does; it depends on the last token, as the tokenizer does."""
+        if self._places is None or place is None:
+            return None
+        spellings = self._places.spellings(place, context)
+        return Way(spellings) if spellings else None
+
+    def _add(self, place: Hashable, way: Way | None) -> State:
         if self.num_states >= MAX_STATES:
             self._forget()
         self.num_states += 1
-        state = State(place, is_kept=True)
+        state = State(place, way, is_kept=True)
         if place is not None:
-            self._by_place[place] = state
+            self._by_place[place, way] = state
         return state
 
 
@@ -172,6 +189,11 @@ class SharedMatcher:
         return self.state.memo
 
     @property
+    def way(self) -> Way | None:
+        """See Matcher.way."""
+        return self.state.way
+
+    @property
     def is_terminated(self) -> bool:
         """See Matcher.is_terminated."""
         return self.state.is_terminated
@@ -199,6 +221,10 @@ class SharedMatcher:
     def place_before(self, num_tokens: int) -> Any:
         """The place so many tokens ago; None if it is not known."""
         return (self._passed[-num_tokens] if num_tokens else self.state).place
+
+    def passed(self) -> list[State]:
+        """The state before each token."""
+        return self._passed
 
     def can_end(self) -> bool:
         """See Matcher.can_end."""

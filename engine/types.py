@@ -13,6 +13,7 @@ from schemas.records import Request
 
 if TYPE_CHECKING:
     from engine.closing import Closer
+    from engine.spelling import Way
     from engine.states import SharedMatcher
     from engine.thinking import Thought
 
@@ -34,6 +35,10 @@ class Matcher(Protocol):
     @property
     def memo(self) -> dict[Ids, Ids] | None:
         """A place to keep the forced tokens after a context, where rows share the state."""
+
+    @property
+    def way(self) -> Way | None:
+        """Where it is in the spelling of a closed choice, where rows share the state."""
 
     @property
     def is_terminated(self) -> bool:

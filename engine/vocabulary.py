@@ -20,7 +20,7 @@ class Vocabulary:
 
     def __init__(self, tokens: Seq[bytes], end_ids: Seq[int] = ()) -> None:
         self.tokens = tokens
-        self._end_ids = end_ids
+        self.end_ids = end_ids
         self.num_words = -(-len(tokens) // 32)
         self._sorted = sorted((token, token_id) for token_id, token in enumerate(tokens) if token)
         self._longer: dict[int, Words | None] = {}
@@ -28,7 +28,7 @@ class Vocabulary:
 
     def has(self, token_id: int) -> bool:
         """Whether a token can come: it writes something, or ends a text."""
-        return token_id in self._end_ids or (token_id < len(self.tokens) and bool(self.tokens[token_id]))
+        return token_id in self.end_ids or (token_id < len(self.tokens) and bool(self.tokens[token_id]))
 
     def longer_than(self, token_id: int) -> Words | None:
         """The bits of the tokens that begin with ``token_id``'s bytes and go on; None if there are none."""
@@ -45,7 +45,7 @@ class Vocabulary:
     @cached_property
     def digest(self) -> str:
         """Names the vocabulary: its tokens in their order, and those that end a text."""
-        found = hashlib.sha256(repr(self._end_ids).encode())
+        found = hashlib.sha256(repr(self.end_ids).encode())
         for token in self.tokens:
             found.update(len(token).to_bytes(4) + token)
         return found.hexdigest()

@@ -12,14 +12,13 @@ from json.decoder import scanstring  # type: ignore[attr-defined]
 from typing import Any
 
 from schemas.constraints import grammar_source
+from schemas.json_language import MAX_INTEGERS
 from schemas.json_nodes import Node, resolve
 from schemas.json_schema import escape_pointer
 from schemas.records import Constraint, ConstraintKind
 
 MAX_LABELS = 1_024
 """A larger set is taken for open."""
-MAX_INTEGERS = 101
-"""Bounded integers, such as a grade from 1 to 5, are labels up to that many: 0 to 100 are."""
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,12 @@ MAX_SEARCHED = 5_000
 """Places looked at for the shortest text that several languages share."""
 
 
+MAX_LEAD = 4
+"""Characters before a choice from which on it is near."""
+MAX_KNOWN = 8
+"""Characters after a choice that are looked at, as far as they are known."""
+
+
 class TooComplex(Exception):
     """The grammar is left-recursive or ambiguous beyond what is followed."""
 
@@ -82,6 +88,33 @@ class Place:
                 for place in stack.top.included:
                     yield from place.within(low, high)
 
+    def alternatives(self, most: int) -> dict[str, bool]:
+        """The ways to go on, where they are few and each is one known text; whether that ends the whole text.
+
+        Texts go as far as they are known. Empty where there is no choice near, or another one.
+        """
+        lead, place = self._known(MAX_LEAD)
+        tops = [stack.top for stack in place.stacks]
+        num_ways = len(tops) + place.is_end
+        if not 2 <= num_ways <= most or not all(isinstance(top, str) for top in tops):
+            return {}
+        found = {lead: True} if place.is_end else {}
+        for stack in place.stacks:
+            known, after = self._walker.place_of(stack.rest)._known(MAX_KNOWN)
+            text = f"{lead}{stack.top}{known}"
+            found[text] = after.is_end and not after.stacks and found.get(text, True)
+        return found
+
+    def _known(self, max_chars: int) -> tuple[str, Place]:
+        """About so many characters that must come next, and the place after them."""
+        text, place = "", self
+        while len(text) < max_chars and len(place.stacks) == 1 and not place.is_end:
+            top = place.stacks[0].top
+            if not isinstance(top, str):
+                break
+            text, place = text + top, place.walk(top)
+        return text, place
+
     def completion(self) -> str:
         """The shortest text to an end; only where there is one."""
         if self.is_end:
@@ -107,6 +140,10 @@ class Walker:
     def start(self, tree: Tree | None = None) -> Place:
         """The place before any text, of the language or of one tree. Raises TooComplex, as ``step`` does."""
         return self._place([self._push(self._language.root if tree is None else tree, None)])
+
+    def place_of(self, stack: Stack | None) -> Place:
+        """The place where this is still to be written."""
+        return self._place([stack])
 
     def follow(self, place: Place, char: str) -> Place:
         """The place after ``place`` and a character."""

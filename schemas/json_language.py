@@ -20,6 +20,8 @@ from schemas.plan import GrammarEngine
 from schemas.regex import DIGIT, Ranges, intersection, parse_regex, whole
 
 ANY = "any"
+MAX_INTEGERS = 101
+"""Bounded integers, such as a grade from 1 to 5, are labels up to that many: 0 to 100 are."""
 ESCAPES = {ord(char): json.dumps(char)[1:-1] for char in '"\\\b\f\n\r\t'}
 HEX: Ranges = ((0x30, 0x39), (0x41, 0x46), (0x61, 0x66))
 NON_ZERO: Ranges = ((0x31, 0x39),)
@@ -106,7 +108,10 @@ class _Writer:
         )
         is_one_sided = (low is None) != (high is None)
         if is_integer:
-            return Numeral(replace(bounds, minus_zero_decimals=0 if is_exact and not is_one_sided else None))
+            has_minus_zero = is_exact and not is_one_sided
+            if limits.keys() == {"minimum", "maximum"} and node["maximum"] - node["minimum"] < MAX_INTEGERS:
+                return _listed_integers(node["minimum"], node["maximum"], has_minus_zero=has_minus_zero)
+            return Numeral(replace(bounds, minus_zero_decimals=0 if has_minus_zero else None))
         if not is_exact:
             return Numeral(replace(bounds, max_decimals=MAX_DECIMALS, minus_zero_decimals=1))
         if modulus is None:
@@ -212,6 +217,11 @@ def _listed(item: Tree, low: int, high: int | None) -> Tree:
         return ""
     items = Join((item, Many(Join((", ", item)), max(0, low - 1), None if high is None else high - 1)))
     return items if low else optional(items)
+
+
+def _listed_integers(low: int, high: int, *, has_minus_zero: bool) -> Tree:
+    found = [str(number) for number in range(low, high + 1)]
+    return Either((*found, "-0") if has_minus_zero and low <= 0 <= high else tuple(found))
 
 
 def _quoted(body: Tree) -> Tree:

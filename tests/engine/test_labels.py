@@ -146,6 +146,87 @@ def test_tokens_of_several_bytes_are_those_of_the_tokenizer(tiny_model: Path) ->
         assert label.entropy == pytest.approx(-sum(p * math.log(p) for p in expected.values()), abs=1e-3)
 
 
+SPELLED = {
+    "why": {"type": "string", "maxLength": 6},
+    "route": {"enum": ["billing", "bug", "bugs", "bill", "other", "over", "überweisung", "ü"]},  # ü is two tokens
+    "is_urgent": {"type": "boolean"},
+    "grade": {"enum": [1, 12, 120, 2]},
+    "tone": {"anyOf": [{"const": "calm"}, {"const": "cross"}, {"type": "null"}]},  # the blank before goes with a quote
+    "stars": {"type": "integer", "minimum": 8, "maximum": 11},
+}
+VALUES: dict[str, list[Any]] = {
+    "route": SPELLED["route"]["enum"],
+    "is_urgent": [True, False],
+    "grade": [1, 12, 120, 2],
+    "tone": ["calm", "cross", None],
+    "stars": [8, 9, 10, 11],
+}
+
+
+@pytest.mark.parametrize("pattern", [{}, {"pattern": "^[a-z ]*$"}], ids=["xgrammar", "llguidance"])
+def test_the_drawn_labels_probability_is_that_of_brute_force_without_ranking(
+    tiny_model: Path, pattern: dict[str, str]
+) -> None:
+    """The oracle spells whole documents with the tokenizer, from before the blank in front of a label on."""
+    engine = Engine(model_ref(str(tiny_model)), EngineSettings(device="cpu", num_threads=1))
+    oracle = AutoModelForCausalLM.from_pretrained(tiny_model)
+    tokenizer = engine._text.tokenizer.backend_tokenizer
+    fields = {**SPELLED, "why": {**SPELLED["why"], **pattern}}
+    source = json.dumps({**OBJECT, "properties": fields, "required": list(fields)})
+    engine.add_constraint(constraint := Constraint(kind=ConstraintKind.JSON_SCHEMA, source=source))
+
+    @torch.inference_mode()
+    def logits(token_ids: list[int]) -> torch.Tensor:
+        return oracle(torch.tensor([token_ids])).logits[0, -1]
+
+    requests = [
+        Request(
+            request_id=f"{'ranked' if top_labels else 'drawn'} {seed}",
+            text="the route is",
+            seed=seed,
+            constraint_key=constraint.key,
+            sampling=Sampling(temperature=1.0, max_tokens=200, top_labels=top_labels),
+        )
+        for seed in range(12)
+        for top_labels in (0, 99)
+    ]
+    done = run_all(engine, requests)
+    prompt = tokenizer.encode("the route is", add_special_tokens=False).ids
+    for seed in range(12):
+        drawn, ranked = done[f"drawn {seed}"], done[f"ranked {seed}"]
+        assert (drawn.text, [label.path[1:] for label in drawn.labels]) == (ranked.text, list(VALUES))
+        document, ids = json.loads(drawn.text), list(drawn.token_ids)
+        for label, other in zip(drawn.labels, ranked.labels, strict=True):
+            key = label.path[1:]
+            blank = drawn.text.index(f'"{key}": ') + len(key) + 2
+            num_before = sum(len(tokenizer.decode(ids[:number])) <= blank for number in range(1, len(ids)))
+            begun = tokenizer.decode(ids[:num_before])
+            names = {value if isinstance(value, str) else json.dumps(value): value for value in VALUES[key]}
+            texts = {name: json.dumps({**document, key: value}, ensure_ascii=False) for name, value in names.items()}
+            spellings = {
+                name: tokenizer.encode(text.removeprefix(begun), add_special_tokens=False).ids
+                for name, text in texts.items()
+            }
+            expected = enumerate_labels(spellings, prompt + ids[:num_before], logits)
+            assert sum(expected.values()) == pytest.approx(1)
+            assert label.probability == pytest.approx(expected[label.text], abs=1e-4)
+            assert dict(other.ranked) == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_probabilities_of_all_answers_that_are_drawn_sum_to_one(tiny_model: Path) -> None:
+    engine = Engine(model_ref(str(tiny_model)), EngineSettings(device="cpu", num_threads=1))
+    labels = ["billing", "bill", "bills", "b", "over", "other", "ü"]
+    engine.add_constraint(constraint := Constraint(kind=ConstraintKind.CHOICE, source=json.dumps(labels)))
+    sampling = Sampling(temperature=4.0)
+    requests = [
+        Request(request_id=str(seed), text="it is", seed=seed, constraint_key=constraint.key, sampling=sampling)
+        for seed in range(200)
+    ]
+    found = {done.text: done.labels[0].probability for done in run_all(engine, requests).values()}
+    assert found.keys() == set(labels)
+    assert sum(found.values()) == pytest.approx(1, abs=1e-4)
+
+
 def test_only_the_most_probable_labels_are_told(tiny_model: Path) -> None:
     few, all_of_them = (ask(make_engine(), SCHEMA, top_labels=number).labels[0] for number in (2, 99))
     assert few.ranked == all_of_them.ranked[:2]

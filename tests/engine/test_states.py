@@ -181,6 +181,9 @@ class OnePlace:
     def after(self, place: Any, token_id: int) -> Hashable:
         return place
 
+    def spellings(self, place: Any, context: tuple[int, ...]) -> None:
+        return None
+
 
 def test_a_row_that_wrong_places_led_astray_ends_alone() -> None:
     grammars = make_grammars()

@@ -102,3 +102,30 @@ def test_ends_are_the_same_each_time() -> None:
     constraint = Constraint(kind=ConstraintKind.CHOICE, source=json.dumps(["no", "ok", "on", "of"]))
     ends = {Walker(language_of(constraint)).start().completion() for _ in range(50)}
     assert ends == {"of"} or len(ends) == 1
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ('{"a": "', {}),  # anything may follow
+        ('{"a": "xy",', {}),  # the choice is not near: ' "ok": ' stands before it
+        ('{"a": "xy", "', {'ok": true, "b": ': False, 'ok": false, "b": ': False}),
+        ('{"a": "xy", "ok": t', {}),  # nothing to choose
+        ('{"a": "xy", "ok": true, "b": ', {"1}": True, "12}": True, "null}": True}),
+        ('{"a": "xy", "ok": true, "b": 1', {"}": True, "2}": True}),
+    ],
+)
+def test_the_ways_to_go_on_are_told_where_they_are_few_and_near(written: str, expected: dict[str, bool]) -> None:
+    fields = {"a": {"type": "string"}, "ok": {"type": "boolean"}, "b": {"enum": [1, 12, None]}}
+    schema = {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
+    constraint = Constraint(kind=ConstraintKind.JSON_SCHEMA, source=json.dumps(schema))
+    place = Walker(language_of(constraint)).start().walk(written)
+    assert place.alternatives(3) == expected
+    assert len(expected) < 3 or place.alternatives(2) == {}
+
+
+def test_a_text_that_may_end_goes_on_in_no_text_too() -> None:
+    constraint = Constraint(kind=ConstraintKind.CHOICE, source=json.dumps(["cat", "cats", "dog"]))
+    first = Walker(language_of(constraint)).start()
+    assert first.alternatives(3) == {"cat": True, "cats": True, "dog": True}
+    assert first.walk("cat").alternatives(3) == {"": True, "s": True}

@@ -7,9 +7,9 @@ the number of steps changes. Decides what to guess and how much of it a step ver
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -21,10 +21,17 @@ from engine.types import NO_DRAFT, Draft, Ids, Room, Run, Sequence, SequenceStat
 from schemas.errors import SettingsError
 from schemas.settings import EngineSettings
 
+if TYPE_CHECKING:
+    from engine.lookahead import Ahead, Lookahead
+
 MAX_MATCH = 8
 """Tokens that are compared; a longer context says no more about what follows."""
 NUM_DRAFT_TOKENS = 8
 """Where the setting leaves it open: the chance that all of a longer draft is drawn is small."""
+
+
+PREDICTED = -1
+"""The kind of guess that the model's own predictor makes."""
 
 
 class Guess(NamedTuple):
@@ -103,15 +110,39 @@ class Drafter:
     def propose(self, sequence: Sequence) -> None:
         """Give a sequence that goes on a draft of what may follow its tokens, or none."""
         sequence.draft = NO_DRAFT
+        if limit := self._limit_of(sequence):
+            guess = self._source.guess(sequence, limit)
+            if guess.token_ids and self._is_promising(sequence, guess.kind):
+                self._take(sequence, guess)
+
+    def look_ahead(
+        self,
+        lookahead: Lookahead,
+        ahead: Ahead,
+        places: Iterable[tuple[Sequence, int]],
+        reserve: Callable[[Sequence, int], bool],
+    ) -> None:
+        """Let the model's own predictor draft, behind these rows' draws, for the sequences that have no draft.
+
+        ``reserve`` gives a sequence blocks for so many tokens, or does not.
+        """
+        open_places = [place for place in places if not place[0].draft.stops]
+        limits = {sequence: self._limit_of(sequence) for sequence, _ in open_places}
+        num_tokens = max(limits.values(), default=0)
+        chosen = [
+            (sequence, row)
+            for sequence, row in open_places
+            if limits[sequence]
+            and self._is_promising(sequence, PREDICTED)
+            and reserve(sequence, len(sequence.token_ids) + num_tokens)
+        ]
+        guesses = lookahead.chain(ahead, chosen, num_tokens) if chosen else []
+        for (sequence, _), token_ids in zip(chosen, guesses, strict=True):
+            self._take(sequence, Guess(token_ids[: limits[sequence]], PREDICTED))
+
+    def _take(self, sequence: Sequence, guess: Guess) -> None:
         num_left = sequence.max_tokens - sequence.num_output - 1
-        if self._limit.num_tokens == 0 or num_left <= 0 or sequence.status is SequenceStatus.FINISHED:
-            return
-        guess = self._source.guess(sequence, min(self._limit.num_tokens, num_left))
-        if not guess.token_ids:
-            return
         kind = (sequence.request.constraint_key, guess.kind)
-        if self._limit.is_measured and not self._acceptance.is_promising(kind):
-            return
         sequence.draft = self._follow(sequence, guess.token_ids, num_left)._replace(kind=kind)
 
     def extend(self, plan: StepPlan, room: Room) -> StepPlan:
@@ -137,6 +168,16 @@ class Drafter:
         """Learn how many of a draft's guesses were drawn."""
         self._acceptance.note(draft.kind, len(draft.stops), num_accepted)
         self._stats.count_draft(len(draft.stops), num_accepted)
+
+    def _limit_of(self, sequence: Sequence) -> int:
+        """Tokens that may be guessed: of a sequence that goes on, and of these the last one is always drawn."""
+        if sequence.status is SequenceStatus.FINISHED:
+            return 0
+        return max(0, min(self._limit.num_tokens, sequence.max_tokens - sequence.num_output - 1))
+
+    def _is_promising(self, sequence: Sequence, kind: int) -> bool:
+        key = sequence.request.constraint_key
+        return not self._limit.is_measured or self._acceptance.is_promising((key, kind))
 
     def _follow(self, sequence: Sequence, guess: Seq[int], num_left: int) -> Draft:
         """The draft that a guess makes: up to what the grammar refuses, with what it forces, without an end."""

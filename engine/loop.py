@@ -20,6 +20,7 @@ from engine.draft import Drafter, resolve_num_drafts
 from engine.forced import CONTEXT_TOKENS, ForcedText
 from engine.grammar import Grammars
 from engine.labels import Labels, launch_branches
+from engine.lookahead import Ahead
 from engine.overlong import TooLong
 from engine.parts import Parts, load_parts
 from engine.prompt import Prompt, read_prompt
@@ -46,6 +47,7 @@ class Launched:
     draw: Draw | None
     num_rows: int
     branches: tuple[list[Sequence], ToHost] | None = None
+    ahead: Ahead | None = None
 
 
 class Engine:
@@ -96,7 +98,8 @@ class Engine:
         self._sequences: dict[str, Sequence] = {}  # every request that has no completion yet, by id
         self._awaiting_grammar: defaultdict[str, list[Sequence]] = defaultdict(list)
         self._completions: list[Completion] = []
-        self._overlaps = parts.device.type == "cuda" if settings.overlap is None else settings.overlap
+        may_overlap = parts.device.type == "cuda" if settings.overlap is None else settings.overlap
+        self._overlaps = may_overlap and self._replica.lookahead is None  # which starts from tokens that were read
         self._in_flight: Launched | None = None  # the last step, when its draw is not read yet
 
     def step(self) -> list[Completion]:
@@ -209,8 +212,11 @@ class Engine:
         self._scheduler.mark_computed(plan)
         self.stats.num_steps += 1
         self.stats.num_batched_tokens += plan.num_tokens
+        lookahead = self._replica.lookahead
         runs = [run for run in plan.runs if run.wants_logits]
         if not runs:
+            if lookahead:
+                lookahead.follow(plan.runs, None)
             return Launched([], None, plan.num_tokens)
         drawn_after = [(run.sequence, ids) for run in runs for ids in run.ahead]
         sequences, ahead = [sequence for sequence, _ in drawn_after], [ids for _, ids in drawn_after]
@@ -224,7 +230,8 @@ class Engine:
             if not drafted:
                 sequence.draw_row = row
                 sequence.num_in_flight += 1
-        return Launched(runs, draw, plan.num_tokens, branches)
+        predicted = lookahead.follow(plan.runs, draw.tokens) if lookahead else None
+        return Launched(runs, draw, plan.num_tokens, branches, predicted)
 
     def _plan(self) -> StepPlan:
         plan = self._scheduler.plan()
@@ -240,15 +247,22 @@ class Engine:
 
     def _collect(self, launched: Launched) -> None:
         """Read what a step drew and end what is done; a row that ended meanwhile is dropped."""
-        drawn = iter(launched.draw.read() if launched.draw else ())
+        drawn, end = iter(launched.draw.read() if launched.draw else ()), 0
+        goes_on: list[tuple[Sequence, int]] = []  # behind the token drawn in that row, which is their last one
         for run in launched.runs:
             of_run = list(itertools.islice(drawn, 1 + len(run.draft.stops)))
+            start, end = end, end + len(of_run)
             if run.sequence.num_void:
                 run.sequence.num_void -= 1
                 continue
             run.sequence.num_in_flight -= 1
             if not run.sequence.branch and run.sequence.status is not SequenceStatus.FINISHED:
-                self._take(run, of_run)
+                last = self._take(run, of_run) - 1
+                place = run.start + run.num_tokens + (0, *run.draft.stops)[last]
+                if run.sequence.token_ids[place:].tolist() == [of_run[last][0]]:
+                    goes_on.append((run.sequence, start + last))
+        if launched.ahead and self._replica.lookahead:
+            self._drafter.look_ahead(self._replica.lookahead, launched.ahead, goes_on, self._scheduler.reserve)
         if launched.branches:
             probes, logprobs = launched.branches
             for probe, of_its_tokens in zip(probes, logprobs.read(), strict=True):
@@ -256,8 +270,8 @@ class Engine:
                 if completion := self._labels.take(probe, of_its_tokens):
                     self._complete(completion)
 
-    def _take(self, run: Run, drawn: list[tuple[int, float]]) -> None:
-        """Extend a sequence by what was drawn for it, as long as its tokens are those of the draft."""
+    def _take(self, run: Run, drawn: list[tuple[int, float]]) -> int:
+        """Extend a sequence by what was drawn for it, as long as its tokens are the draft's; returns how many draws."""
         sequence, draft, thought = run.sequence, run.draft, run.sequence.thought
         num_before, num_taken = len(sequence.token_ids), 0
         sequence.num_draft_tokens += len(draft.stops)
@@ -277,6 +291,7 @@ class Engine:
             self._drafter.note(draft, num_taken - 1)
             self._scheduler.keep(sequence, draft.token_ids, num_before)
         self._drafter.propose(sequence)
+        return num_taken
 
     def _accept(self, sequence: Sequence, token_id: int) -> str | None:
         """Accept a drawn token; returns why it cannot be accepted."""

@@ -9,7 +9,7 @@ import torch
 
 from engine.device import select_device
 from engine.dist import Ranks, connect, share_experts
-from engine.draft import DraftSource, PromptLookup
+from engine.draft import DraftSource, PromptLookup, resolve_num_drafts
 from engine.models import Model
 from engine.text import Text
 from engine.topology import Topology
@@ -64,7 +64,9 @@ def load_parts(model: ModelRef, settings: EngineSettings, rank: int = 0, rendezv
         raise KernelError(str(error)) from error
     for choice in choices:
         log.info("kernel_chosen", operation=choice.operation, backend=choice.backend, reason=choice.reason)
-    return Parts(load_model(files, model, kernels, device, ranks), Text(files), kernels, choices, device, ranks)
+    wants_predictor = topology.num_ranks == 1 and resolve_num_drafts(settings, device).num_tokens > 0
+    loaded = load_model(files, model, kernels, device, ranks, wants_predictor=wants_predictor)
+    return Parts(loaded, Text(files), kernels, choices, device, ranks)
 
 
 def _settle_order(settings: EngineSettings, topology: Topology) -> EngineSettings:

@@ -18,6 +18,7 @@ from engine.device import EngineSizes
 from engine.dist import Ranks
 from engine.expert_balance import ExpertBalance
 from engine.graphs import GraphLimits
+from engine.lookahead import Lookahead
 from engine.mirror import mirror
 from engine.models import Model
 from engine.runner import Runner, lay_out, size_of
@@ -63,17 +64,25 @@ def make_replica(
     limits = GraphLimits(sizes.max_num_seqs, max_mixed_rows, blocks_per_sequence)
     graphs = limits if settings.cuda_graphs else None
     runner = Runner(model, device, num_blocks=num_blocks, block_size=block_size, graphs=graphs)
-    return Replica(runner, ranks, num_blocks, block_size, model.expert_balance)
+    lookahead = Lookahead(model, runner, block_size) if model.predictor else None
+    return Replica(runner, ranks, num_blocks, block_size, balance=model.expert_balance, lookahead=lookahead)
 
 
 class Replica:
     """This rank's part in its replica. Owned by the engine's loop, or on other ranks than the leader by Follower."""
 
     def __init__(
-        self, runner: Runner, ranks: Ranks, num_blocks: int, block_size: int, balance: ExpertBalance | None = None
+        self,
+        runner: Runner,
+        ranks: Ranks,
+        num_blocks: int,
+        block_size: int,
+        *,
+        balance: ExpertBalance | None = None,
+        lookahead: Lookahead | None = None,
     ) -> None:
         self.num_blocks = num_blocks
-        self.expert_balance = balance
+        self.expert_balance, self.lookahead = balance, lookahead
         if balance:
             balance.start()
         self.step_sizes = runner.step_sizes

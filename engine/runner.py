@@ -33,13 +33,14 @@ class Runner:
     ) -> None:
         self._model, self._block_size = model, block_size
         self.device = device
+        self.last: tuple[StepBatch, Tensor] | None = None  # step, and what the model made of its rows, for a predictor
         try:
-            self._cache = model.alloc_cache(num_blocks, block_size)
+            self.cache = model.alloc_cache(num_blocks, block_size)
         except (RuntimeError, MemoryError) as error:  # torch raises a RuntimeError on either device
             size_gib = num_blocks * model.cache_bytes_per_block(block_size) / 2**30
             raise EngineError(f"no memory for a KV cache of {size_gib:.1f} GiB: lower engine.kv_cache_gib") from error
         can_record = device.type == "cuda" and model.is_recordable
-        self._graphs = StepGraphs(model, self._cache, device, graphs) if graphs and can_record else None
+        self._graphs = StepGraphs(model, self.cache, device, graphs) if graphs and can_record else None
         self.step_sizes = self._graphs.step_sizes if self._graphs else ()
 
     @torch.inference_mode()
@@ -53,7 +54,10 @@ class Runner:
         if self._graphs and (logits := self._graphs.run(arrays, size, drawn)) is not None:
             return logits
         batch = build_batch(arrays, size, self.device, drawn)
-        return self._model.logits(self._model.forward(batch, self._cache))
+        hidden = self._model.forward(batch, self.cache)
+        if self._model.predictor:
+            self.last, hidden = (batch, hidden), hidden[batch.logits_rows]
+        return self._model.logits(hidden)
 
 
 def lay_out(runs: Seq[Run], block_size: int) -> dict[str, np.ndarray]:

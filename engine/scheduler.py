@@ -117,6 +117,14 @@ class Scheduler:
                     self._computing.pop(sequence.block_hashes[index], None)
                 sequence.num_registered = num_full
 
+    def reserve(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Give a sequence blocks for so many tokens, if some are left for everybody else; whether it has them."""
+        missing = self.pool.num_blocks_for(num_tokens) - len(sequence.block_ids)
+        if missing > max(0, self.pool.num_free - len(self.running)):
+            return False
+        sequence.block_ids.extend(self.pool.allocate(max(0, missing)))
+        return True
+
     def keep(self, sequence: Sequence, drafted: Ids, num_before: int) -> None:
         """Count what the last step computed of a draft, behind ``num_before`` tokens, as far as the sequence has it."""
         if sequence.status is SequenceStatus.RUNNING:  # else its blocks are gone

@@ -44,9 +44,17 @@ class TensorFile(Protocol):
 
 
 def load_model(
-    files: ModelFiles | None, ref: ModelRef, kernels: Kernels, device: torch.device, ranks: Ranks | None = None
+    files: ModelFiles | None,
+    ref: ModelRef,
+    kernels: Kernels,
+    device: torch.device,
+    ranks: Ranks | None = None,
+    *,
+    wants_predictor: bool = False,
 ) -> Model:
     """Read spec and this rank's weights into a model on ``device``. Raises ModelError or SettingsError with the cause.
+
+    ``wants_predictor``: also the layer that predicts the token after the next, if the checkpoint has it.
 
     With a ``load_format`` other than "auto" only the spec is read; the weights depend on their names and shapes alone.
     """
@@ -61,7 +69,8 @@ def load_model(
         return Decoder(spec, _random_weights(spec, ref, device), kernels, ranks)
     tensors = GgufTensors(gguf, spec) if gguf else SafetensorsFiles(files.path)
     source = CheckpointWeights(tensors, spec, device, dtype)
-    model = Decoder(spec, source, kernels, ranks)
+    has_predictor = wants_predictor and f"model.layers.{spec.num_layers}.eh_proj.weight" in tensors.names
+    model = Decoder(spec, source, kernels, ranks, has_predictor=has_predictor)
     source.check_all_used()
     return model
 
@@ -138,7 +147,7 @@ class CheckpointWeights:
     def check_all_used(self) -> None:
         """Raise ModelError if the checkpoint holds a tensor that the model did not take and that changes a result.
 
-        Layers after the last one draft tokens (multi-token prediction): they are skipped where config.json has them.
+        Layers after the last one draft tokens (multi-token prediction): one may be asked for, the others are skipped.
         """
         spec = self._spec
         numbers = range(spec.num_mtp_layers)

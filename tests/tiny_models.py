@@ -199,10 +199,14 @@ def write_tiny_model(
     num_shards: int = 1,
     **overrides: Any,
 ) -> Path:
-    """Write a complete Hugging Face directory (config, weights, tokenizer, chat template) and return it."""
+    """Write a complete Hugging Face directory (config, weights, tokenizer, chat template) and return it.
+
+    With ``has_predictor=True`` the checkpoint holds the layer that its config.json speaks of.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     config = tiny_config(family, dtype=str(dtype).removeprefix("torch."), **overrides)
-    (directory / "config.json").write_text(json.dumps(config, indent=2))
+    written = {name: value for name, value in config.items() if name != "has_predictor"}
+    (directory / "config.json").write_text(json.dumps(written, indent=2))
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [IM_END], "bos_token_id": IM_START}))
     _save(directory, {name: tensor.to(dtype) for name, tensor in tiny_weights(config, seed).items()}, num_shards)
     write_tiny_tokenizer(directory)
@@ -264,10 +268,24 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         shapes |= {f"{prefix}self_attn.{name}": shape for name, shape in attention(config).items()}
         shapes |= {f"{prefix}mlp.{name}": shape for name, shape in _mlp_shapes(config, layer).items()}
         shapes |= {f"{prefix}{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+    if config.get("has_predictor"):
+        shapes |= _predictor_shapes(config)
     shapes["model.norm.weight"] = (hidden,)
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (config["vocab_size"], hidden)
     return shapes
+
+
+def _predictor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The layer behind the last one, with the copies of embedding and head that published checkpoints have."""
+    hidden, layer = config["hidden_size"], config["num_hidden_layers"]
+    parts = {f"self_attn.{name}": shape for name, shape in _latent_shapes(config).items()}
+    parts |= {f"mlp.{name}": shape for name, shape in _mlp_shapes(config, layer).items()}
+    norms = ("enorm", "hnorm", "shared_head.norm", "input_layernorm", "post_attention_layernorm")
+    parts |= {f"{name}.weight": (hidden,) for name in norms}
+    parts |= {"eh_proj.weight": (hidden, 2 * hidden)}
+    parts |= dict.fromkeys(("embed_tokens.weight", "shared_head.head.weight"), (config["vocab_size"], hidden))
+    return {f"model.layers.{layer}.{name}": shape for name, shape in parts.items()}
 
 
 def _attention_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:

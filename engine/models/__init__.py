@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
     from engine.batch import StepBatch
     from engine.expert_balance import ExpertBalance
+    from engine.models.predictor import Predictor
     from engine.models.spec import ModelSpec
     from engine.shards import Part
 
@@ -33,6 +34,9 @@ class Model(Protocol):
     expert_balance: ExpertBalance | None
     """What is told when a step has ended, where ranks share experts that may move."""
 
+    predictor: Predictor | None
+    """Guesses the token after the next, where it was loaded; its cache is the last one."""
+
     def alloc_cache(self, num_blocks: int, block_size: int) -> KVCache:
         """Allocate a zeroed cache on the model's device. Raises RuntimeError or MemoryError if it does not fit."""
         ...
@@ -42,7 +46,10 @@ class Model(Protocol):
         ...
 
     def forward(self, batch: StepBatch, cache: KVCache) -> Tensor:
-        """Run all rows, write what later rows read of them; return final-normed states of logits_rows [L, hidden]."""
+        """Run all rows, write what later rows read of them; return final-normed states of logits_rows [L, hidden].
+
+        With a predictor, which is made of them, of all rows: [N, hidden].
+        """
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:

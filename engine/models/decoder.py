@@ -4,7 +4,7 @@ The spec decides which attention and which feed-forward a layer has; neither kno
 Shape legend: N rows, L logit rows. Knows no requests and no files.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from engine.models.deepseek import LatentAttention
 from engine.models.dense import GatedMlp, GroupedAttention
 from engine.models.layers import Rotary
 from engine.models.moe import SparseMlp
+from engine.models.predictor import Predictor
 from engine.models.spec import ModelSpec
 from engine.shards import HEAD, ShardedWeights, head_part, shard_spec
 from kernels.api import BLOCK_SIZE, AttentionBatch, Kernels
@@ -66,7 +67,16 @@ class Layer:
 class Decoder:
     """Implements engine.models.Model, on one of the ranks that hold it together."""
 
-    def __init__(self, spec: ModelSpec, source: WeightSource, kernels: Kernels, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        source: WeightSource,
+        kernels: Kernels,
+        ranks: Ranks | None = None,
+        *,
+        has_predictor: bool = False,
+    ) -> None:
+        """``has_predictor``: load the layer behind the last one too; only on a single rank."""
         ranks = ranks or Ranks()
         self.spec = spec
         self._tensor, self._context = ranks.tensor, ranks.context
@@ -93,20 +103,36 @@ class Decoder:
         most_rows = MIXED_ROWS_OF_LATENTS if spec.latent else MIXED_ROWS
         self.max_mixed_rows = most_rows if self.is_recordable and can_mix else 0
         self._rotary = Rotary(spec.rope, spec.head_dim, self._device, self._dtype)
+        self.predictor = self._load_predictor(source) if has_predictor else None
+        if self.predictor:
+            self.is_recordable, self.max_mixed_rows = False, 0  # a graph has states of the rows with logits alone
+
+    def _load_predictor(self, source: WeightSource) -> Predictor:
+        """See Predictor; its feed-forward part is a sparse one where the trunk has such."""
+        spec, index = self.spec, self.spec.num_layers
+        if spec.experts:
+            spec = replace(spec, experts=replace(spec.experts, layers=spec.experts.layers | {index}))
+        layer = _load_layer(spec, index, source, self._kernels, ranks=Ranks(), balance=None)
+        rotary, embedding = self._rotary, self._embedding
+        return Predictor(spec, source, self._kernels, layer=layer, embedding=embedding, rotary=rotary)
 
     def alloc_cache(self, num_blocks: int, block_size: int) -> list[Tensor]:
         """See Model.alloc_cache."""
-        shapes = [layer.attention.cache_shape(num_blocks, block_size) for layer in self._layers]
+        shapes = [layer.attention.cache_shape(num_blocks, block_size) for layer in self._cached_layers]
         return [zeroed(shape, self._dtype, self._device) for shape in shapes]
 
     def cache_bytes_per_block(self, block_size: int) -> int:
         """See Model.cache_bytes_per_block."""
-        num_values = sum(prod(layer.attention.cache_shape(1, block_size)) for layer in self._layers)
+        num_values = sum(prod(layer.attention.cache_shape(1, block_size)) for layer in self._cached_layers)
         return num_values * self._dtype.itemsize
+
+    @property
+    def _cached_layers(self) -> list[Layer]:
+        return self._layers + ([self.predictor.layer] if self.predictor else [])
 
     @torch.no_grad()
     def forward(self, batch: StepBatch, cache: list[Tensor]) -> Tensor:
-        """See Model.forward; rows without logits leave the last layer after its attention."""
+        """See Model.forward; rows whose states nobody reads leave the last layer after its attention."""
         kernels, eps = self._kernels, self.spec.rms_norm_eps
         cos_sin = self._rotary(batch.positions)
         rows = Rows(batch.positions, batch.size.rows, self._count_rows(batch))
@@ -115,7 +141,7 @@ class Decoder:
         for index, layer in enumerate(self._layers):
             attended = layer.attention(hidden, cos_sin, batch.attention, cache[index])
             is_last = index + 1 == len(self._layers)
-            if is_last:
+            if is_last and self.predictor is None:
                 attended, residual = attended[batch.logits_rows], residual[batch.logits_rows]
                 rows = _rows_with_logits(rows, batch)
             update = self._tensor.add(kernels.linear(attended, layer.attention.output))

@@ -17,6 +17,7 @@ from engine.models.decoder import zeroed
 from engine.models.hyper import HyperConnection, HyperHead
 from engine.models.layers import inverse_frequencies
 from engine.models.limited_moe import LimitedExperts
+from engine.models.predictor import Predictor
 from engine.models.spec import ModelSpec
 from kernels.api import BLOCK_SIZE, Kernels
 
@@ -41,6 +42,7 @@ class HyperDecoder:
     is_recordable = shares_prefixes = False
     block_size, max_mixed_rows = BLOCK_SIZE, 0
     expert_balance: ExpertBalance | None = None
+    predictor: Predictor | None = None
 
     def __init__(self, spec: ModelSpec, source: WeightSource, kernels: Kernels) -> None:
         assert spec.compressed is not None, "this decoder runs compressed attention"

@@ -45,7 +45,9 @@ class Acceptance:
         return bool(self._chances(counts)[0] >= MIN_CHANCE)
 
     def chances(self, draft: Draft) -> list[float]:
-        """For each of a draft's tokens, that it and all before it are accepted."""
+        """For each of a draft's tokens, that it and all before it are accepted, as its source or experience says."""
+        if draft.chances:
+            return list(draft.chances)
         return np.cumprod(self._chances(self._of(draft.kind))[: len(draft.stops)]).tolist()  # type: ignore[no-any-return]
 
     def _of(self, kind: Hashable) -> np.ndarray:

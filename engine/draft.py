@@ -22,16 +22,15 @@ from schemas.errors import SettingsError
 from schemas.settings import EngineSettings
 
 if TYPE_CHECKING:
-    from engine.lookahead import Ahead, Lookahead
+    from engine.lookahead import Ahead, Lookahead, Place
 
 MAX_MATCH = 8
 """Tokens that are compared; a longer context says no more about what follows."""
 NUM_DRAFT_TOKENS = 8
 """Where the setting leaves it open: the chance that all of a longer draft is drawn is small."""
 
-
 PREDICTED = -1
-"""The kind of guess that the model's own predictor makes."""
+"""The kind of guess that a part of the model makes."""
 
 
 class Guess(NamedTuple):
@@ -39,6 +38,7 @@ class Guess(NamedTuple):
 
     token_ids: Seq[int]
     kind: int = 0
+    chances: Seq[float] = ()  # that each is right if those before are; () where only experience tells
 
 
 class DraftSource(Protocol):
@@ -82,7 +82,8 @@ def resolve_num_drafts(settings: EngineSettings, device: torch.device) -> DraftL
     """Fill in what ``engine.num_draft_tokens`` leaves open. Raises SettingsError where there can be no drafts."""
     wanted, has_parts = settings.num_draft_tokens, settings.context_parallel > 1
     if wanted is None:
-        return DraftLimit(0 if has_parts or device.type == "cuda" else NUM_DRAFT_TOKENS, is_measured=True)
+        is_off = has_parts or (device.type == "cuda" and not settings.draft_model)
+        return DraftLimit(0 if is_off else NUM_DRAFT_TOKENS, is_measured=True)
     if wanted and has_parts:
         raise SettingsError(
             f"engine.num_draft_tokens {wanted} with engine.context_parallel {settings.context_parallel}: ranks that "
@@ -118,11 +119,11 @@ class Drafter:
     def look_ahead(
         self,
         lookahead: Lookahead,
-        ahead: Ahead,
-        places: Iterable[tuple[Sequence, int]],
+        ahead: Ahead | None,
+        places: Iterable[Place],
         reserve: Callable[[Sequence, int], bool],
     ) -> None:
-        """Let the model's own predictor draft, behind these rows' draws, for the sequences that have no draft.
+        """Let a part of the model draft, behind these rows' draws, for the sequences that have no draft.
 
         ``reserve`` gives a sequence blocks for so many tokens, or does not.
         """
@@ -134,16 +135,16 @@ class Drafter:
             for sequence, row in open_places
             if limits[sequence]
             and self._is_promising(sequence, PREDICTED)
-            and reserve(sequence, len(sequence.token_ids) + num_tokens)
+            and reserve(sequence, len(sequence.token_ids) + lookahead.num_slots(num_tokens))
         ]
-        guesses = lookahead.chain(ahead, chosen, num_tokens) if chosen else []
-        for (sequence, _), token_ids in zip(chosen, guesses, strict=True):
-            self._take(sequence, Guess(token_ids[: limits[sequence]], PREDICTED))
+        guesses = lookahead.guess(ahead, chosen, num_tokens) if chosen else []
+        for (sequence, _), (token_ids, chances) in zip(chosen, guesses, strict=True):
+            self._take(sequence, Guess(token_ids[: limits[sequence]], PREDICTED, chances))
 
     def _take(self, sequence: Sequence, guess: Guess) -> None:
         num_left = sequence.max_tokens - sequence.num_output - 1
         kind = (sequence.request.constraint_key, guess.kind)
-        sequence.draft = self._follow(sequence, guess.token_ids, num_left)._replace(kind=kind)
+        sequence.draft = self._follow(sequence, guess, num_left)._replace(kind=kind)
 
     def extend(self, plan: StepPlan, room: Room) -> StepPlan:
         """The plan with as much of its sequences' drafts as pays and as ``room`` holds."""
@@ -179,15 +180,16 @@ class Drafter:
         key = sequence.request.constraint_key
         return not self._limit.is_measured or self._acceptance.is_promising((key, kind))
 
-    def _follow(self, sequence: Sequence, guess: Seq[int], num_left: int) -> Draft:
+    def _follow(self, sequence: Sequence, guess: Guess, num_left: int) -> Draft:
         """The draft that a guess makes: up to what the grammar refuses, with what it forces, without an end."""
         sampling = sequence.request.sampling
         matcher = sequence.matcher.fork() if sequence.matcher else None
         ends = frozenset() if sampling.ignore_eos else self._end_token_ids
         token_ids, stops, matchers = list(sequence.token_ids[-CONTEXT_TOKENS:]), [], []
-        num_before, index = len(token_ids), 0
-        while index < len(guess) and len(token_ids) - num_before < num_left:
-            token_id = guess[index]
+        chances: list[float] = []
+        num_before, index, chance = len(token_ids), 0, 1.0
+        while index < len(guess.token_ids) and len(token_ids) - num_before < num_left:
+            token_id = guess.token_ids[index]
             forced: Ids = ()
             if token_id in ends or (matcher and not matcher.accept(token_id)):
                 break
@@ -200,11 +202,14 @@ class Drafter:
             token_ids += forced
             stops.append(len(token_ids) - num_before)
             matchers.append(matcher.fork() if matcher else None)
+            if guess.chances:
+                chance *= guess.chances[index]
+                chances.append(chance)
             index += 1 + len(forced)
-            if tuple(guess[index - len(forced) : index]) != forced:
+            if tuple(guess.token_ids[index - len(forced) : index]) != forced:
                 break
         end = num_before + stops[-1] if stops else num_before
-        return Draft(tuple(token_ids[num_before:end]), tuple(stops), tuple(matchers))
+        return Draft(tuple(token_ids[num_before:end]), tuple(stops), tuple(matchers), tuple(chances))
 
     def _choose_lengths(self, plan: StepPlan, drafted: Seq[Run]) -> list[int]:
         num_draws = sum(run.wants_logits for run in plan.runs)

@@ -261,8 +261,8 @@ class Engine:
                 place = run.start + run.num_tokens + (0, *run.draft.stops)[last]
                 if run.sequence.token_ids[place:].tolist() == [of_run[last][0]]:
                     goes_on.append((run.sequence, start + last))
-        if launched.ahead and self._replica.lookahead:
-            self._drafter.look_ahead(self._replica.lookahead, launched.ahead, goes_on, self._scheduler.reserve)
+        if lookahead := self._replica.lookahead:
+            self._drafter.look_ahead(lookahead, launched.ahead, goes_on, self._scheduler.reserve)
         if launched.branches:
             probes, logprobs = launched.branches
             for probe, of_its_tokens in zip(probes, logprobs.read(), strict=True):

@@ -104,7 +104,7 @@ def describe(completion: Completion) -> str:
 
 
 def show_perplexity(llm: LLM, samples: Sequence[Sample], token_ids: Sequence[Sequence[int]]) -> None:
-    """Force the given continuations through the decode path, one token a step, and print what they were given."""
+    """Force the given continuations through the decode path, drafts included, and print what they were given."""
     params = [SamplingParams(golden_token_ids=ids, logprobs=True) for ids in token_ids]
     done = llm.generate([sample.prompt for sample in samples], params)
     logprobs = [logprob for completion in done for logprob in completion.logprobs or ()]
@@ -176,6 +176,7 @@ def tokenize(model: str, texts: Sequence[str]) -> list[list[int]]:
 @click.option(
     "--num-draft-tokens", type=click.IntRange(0), help="Guessed and verified in one step; default: as many as pay."
 )
+@click.option("--draft-model", help="Directory or hub name of what guesses blocks of tokens for the model (DSpark).")
 @click.option("--max-tokens", default=32, show_default=True, type=click.IntRange(1), help="Of each text.")
 @click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(0))
 @click.option(

@@ -13,7 +13,7 @@ from engine.draft import DraftSource, PromptLookup, resolve_num_drafts
 from engine.models import Model
 from engine.text import Text
 from engine.topology import Topology
-from engine.weights import load_model, read_spec
+from engine.weights import load_drafter, load_model, read_spec
 from kernels.api import Choice, Kernels
 from kernels.select import BackendError, select_kernels
 from schemas.errors import KernelError, SettingsError
@@ -47,6 +47,11 @@ def load_parts(model: ModelRef, settings: EngineSettings, rank: int = 0, rendezv
     device = select_device(settings, rank, topology.num_ranks)
     if model.deterministic:
         settings = _settle_order(settings, topology)
+    if settings.draft_model and topology.num_ranks > 1:
+        raise SettingsError(
+            f"engine.draft_model {settings.draft_model}: an engine of {topology.num_ranks} ranks has no draft model, "
+            "so leave it out or serve replicas by workers of their own"
+        )
     dtype = getattr(torch, model.dtype)
     ranks = connect(topology, rank, rendezvous, device)
     try:
@@ -64,8 +69,11 @@ def load_parts(model: ModelRef, settings: EngineSettings, rank: int = 0, rendezv
         raise KernelError(str(error)) from error
     for choice in choices:
         log.info("kernel_chosen", operation=choice.operation, backend=choice.backend, reason=choice.reason)
-    wants_predictor = topology.num_ranks == 1 and resolve_num_drafts(settings, device).num_tokens > 0
+    has_drafts = resolve_num_drafts(settings, device).num_tokens > 0
+    wants_predictor = has_drafts and topology.num_ranks == 1 and not settings.draft_model
     loaded = load_model(files, model, kernels, device, ranks, wants_predictor=wants_predictor)
+    if settings.draft_model and has_drafts:
+        load_drafter(settings.draft_model, loaded, device, dtype)
     return Parts(loaded, Text(files), kernels, choices, device, ranks)
 
 

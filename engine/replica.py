@@ -18,7 +18,7 @@ from engine.device import EngineSizes
 from engine.dist import Ranks
 from engine.expert_balance import ExpertBalance
 from engine.graphs import GraphLimits
-from engine.lookahead import Lookahead
+from engine.lookahead import Lookahead, make_lookahead
 from engine.mirror import mirror
 from engine.models import Model
 from engine.runner import Runner, lay_out, size_of
@@ -52,7 +52,9 @@ def make_replica(
     max_model_len: int,
 ) -> Replica:
     """Allocate the cache and record graphs. Raises EngineError if the longest sequence does not fit."""
-    block_size, blocks_per_sequence = sizes.block_size, -(-max_model_len // sizes.block_size)
+    block_size, drafter = sizes.block_size, model.block_drafter
+    longest = max_model_len + (drafter.spec.block_size if drafter else 0)  # what follows the last token may be guessed
+    blocks_per_sequence = -(-longest // block_size)
     num_blocks = ranks.replica.smallest(sizes.kv_cache_bytes // model.cache_bytes_per_block(block_size))
     if num_blocks <= blocks_per_sequence:
         raise EngineError(
@@ -64,7 +66,7 @@ def make_replica(
     limits = GraphLimits(sizes.max_num_seqs, max_mixed_rows, blocks_per_sequence)
     graphs = limits if settings.cuda_graphs else None
     runner = Runner(model, device, num_blocks=num_blocks, block_size=block_size, graphs=graphs)
-    lookahead = Lookahead(model, runner, block_size) if model.predictor else None
+    lookahead = make_lookahead(model, runner, block_size)
     return Replica(runner, ranks, num_blocks, block_size, balance=model.expert_balance, lookahead=lookahead)
 
 

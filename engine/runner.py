@@ -14,7 +14,7 @@ from engine.batch import StepBatch, StepSize
 from engine.device import to_device
 from engine.graphs import GraphLimits, StepGraphs, fill_in
 from engine.models import Model
-from engine.types import Run
+from engine.types import Run, Sequence
 from kernels.api import AttentionBatch
 from schemas.errors import EngineError
 
@@ -73,7 +73,7 @@ def lay_out(runs: Seq[Run], block_size: int) -> dict[str, np.ndarray]:
     positions = np.arange(query_starts[-1]) - np.repeat(query_starts[:-1] - starts, lens)
     tokens = [_tokens(run) for run in runs]
     in_flight = [index for index, known in enumerate(tokens) if not known]
-    sources, block_table = np.full_like(positions, -1), _block_table(runs)
+    sources, block_table = np.full_like(positions, -1), _block_table([run.sequence for run in runs])
     sources[query_starts[in_flight]] = [runs[index].sequence.draw_row for index in in_flight]
     return {
         "input_ids": _concatenate(known or NO_TOKEN for known in tokens),
@@ -84,6 +84,31 @@ def lay_out(runs: Seq[Run], block_size: int) -> dict[str, np.ndarray]:
         "block_table": block_table,
         "seq_lens": starts + lens,
         "query_starts": query_starts,
+    }
+
+
+def lay_out_blocks(sequences: Seq[Sequence], num_tokens: int, block_size: int, filler_id: int) -> dict[str, np.ndarray]:
+    """Blocks of ``num_tokens`` as in ``lay_out``: each sequence's last token, then ``filler_id``.
+
+    Each row is a run of its own that ends with the block, so that all rows of a block see all of it; ``places`` are
+    where the rows really stand. The sequences have cache blocks for them.
+    """
+    starts = np.array([len(sequence.token_ids) - 1 for sequence in sequences], dtype=np.int64)
+    places = np.add.outer(starts, np.arange(num_tokens)).ravel()
+    input_ids = np.full((len(sequences), num_tokens), filler_id, dtype=np.int64)
+    input_ids[:, 0] = [sequence.token_ids[-1] for sequence in sequences]
+    table = np.repeat(_block_table(sequences), num_tokens, axis=0)
+    rows = np.arange(len(places))
+    seq_lens = np.repeat(starts + num_tokens, num_tokens)
+    return {
+        "input_ids": input_ids.ravel(),
+        "places": places,
+        "positions": seq_lens - 1,
+        "slots": table[rows, places // block_size] * block_size + places % block_size,
+        "logits_rows": rows,
+        "block_table": table,
+        "seq_lens": seq_lens,
+        "query_starts": np.arange(len(places) + 1),
     }
 
 
@@ -125,7 +150,7 @@ def build_batch(
     input_ids = tensors["input_ids"]
     if drawn is not None:
         input_ids = fill_in(input_ids, tensors["sources"], drawn)
-    return StepBatch(input_ids, tensors["positions"], tensors["logits_rows"], attention, size)
+    return StepBatch(input_ids, tensors.get("places", tensors["positions"]), tensors["logits_rows"], attention, size)
 
 
 def _tokens(run: Run) -> array[int]:
@@ -146,11 +171,11 @@ def _logits_rows(runs: Seq[Run], query_starts: np.ndarray) -> np.ndarray:
     return rows
 
 
-def _block_table(runs: Seq[Run]) -> np.ndarray:
+def _block_table(sequences: Seq[Sequence]) -> np.ndarray:
     """Block numbers [S, M], padded with 0."""
-    lens = np.array([len(run.sequence.block_ids) for run in runs])
-    table = np.zeros((len(runs), lens.max()), dtype=np.int64)
-    table[np.arange(lens.max()) < lens[:, None]] = _concatenate(run.sequence.block_ids for run in runs)
+    lens = np.array([len(sequence.block_ids) for sequence in sequences])
+    table = np.zeros((len(sequences), lens.max()), dtype=np.int64)
+    table[np.arange(lens.max()) < lens[:, None]] = _concatenate(sequence.block_ids for sequence in sequences)
     return table
 
 

@@ -82,12 +82,15 @@ class Draft(NamedTuple):
     token_ids: Ids = ()
     stops: tuple[int, ...] = ()  # numbers of tokens, ascending; the last one is all of them
     matchers: tuple[SharedMatcher | None, ...] = ()  # at each stop
+    chances: tuple[float, ...] = ()  # that the draft is right up to each stop; () where only experience tells
     kind: Hashable = None  # drafts of one kind are accepted about as often
 
     def cut(self, num_stops: int) -> Draft:
         """The draft up to one of its stops; none of it for 0."""
         end = self.stops[num_stops - 1] if num_stops else 0
-        return Draft(self.token_ids[:end], self.stops[:num_stops], self.matchers[:num_stops], self.kind)
+        return Draft(
+            self.token_ids[:end], self.stops[:num_stops], self.matchers[:num_stops], self.chances[:num_stops], self.kind
+        )
 
 
 NO_DRAFT = Draft()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.dist import Ranks
 from engine.models import Model
+from engine.models.block_spec import BlockSpec
 from engine.models.decoder import Decoder
 from engine.models.hyper_decoder import HyperDecoder
 from engine.models.spec import ModelSpec
@@ -30,6 +31,9 @@ FP4_PAIRS = (torch.int8, torch.uint8)
 
 _UNUSED_TENSORS = re.compile(r"(.*\.)?rotary_emb\.inv_freq|.*\.masked_bias")
 """Buffers that old checkpoints carry and every implementation recomputes."""
+
+_COPIED_TENSORS = frozenset(("embed_tokens.weight", "lm_head.weight"))
+"""Of draft models: copies of their target's, which training leaves alone."""
 
 _EXPERT = re.compile(r".*\.experts\.\d+\.")
 
@@ -73,6 +77,20 @@ def load_model(
     model = Decoder(spec, source, kernels, ranks, has_predictor=has_predictor)
     source.check_all_used()
     return model
+
+
+def load_drafter(name: str, model: Model, device: torch.device, dtype: torch.dtype) -> None:
+    """Load the draft model ``name`` into ``model``, its target. Raises ModelError with the cause."""
+    files = resolve_model(name)
+    try:
+        if files.layout != "huggingface" or not isinstance(model, Decoder):
+            raise ModelError(f"only safetensors draft models, and not for {model.spec.architecture}")
+        spec = BlockSpec.from_config(read_config(files.path), model.spec)
+        source = CheckpointWeights(DrafterNames(SafetensorsFiles(files.path)), spec.layers, device, dtype)
+        model.add_block_drafter(spec, source)
+        source.check_all_used()
+    except ModelError as error:
+        raise ModelError(f"engine.draft_model {name}: {error}") from error
 
 
 def _load_compressed(
@@ -233,6 +251,18 @@ def _shards(directory: Path) -> list[Path]:
     if missing := [name for name in names if not (directory / name).is_file()]:
         raise ModelError(f"{index} names files that are missing: {', '.join(missing)}")
     return [directory / name for name in names]
+
+
+class DrafterNames:
+    """The TensorFile of a draft model, whose names begin as a decoder's do here, without its target's own tensors."""
+
+    def __init__(self, file: TensorFile) -> None:
+        self._file = file
+        self.names = frozenset(f"model.{name}" for name in file.names - _COPIED_TENSORS)
+
+    def read(self, name: str, part: Part | None = None) -> Tensor:
+        """See TensorFile.read."""
+        return self._file.read(name.removeprefix("model."), part)
 
 
 class DeepSeekNames:

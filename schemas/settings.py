@@ -48,6 +48,7 @@ class EngineSettings(Section):
     cuda_graphs: bool = True  # decode steps on a GPU are replayed instead of launched kernel by kernel
     overlap: bool | None = None  # launch a step before the tokens of the one before are read; None: on a GPU
     num_draft_tokens: int | None = Field(default=None, ge=0)  # guessed and verified a step; None: as many as pay
+    draft_model: str | None = None  # directory or hub name of what guesses blocks of tokens; None: nothing does
     prefix_cache: bool = True
     compile_timeout_s: float = Field(default=20.0, gt=0)  # for one constraint
     grammar_dir: Path | None = None  # keeps compiled grammars; None: a worker's are in its state_dir

@@ -213,6 +213,46 @@ def write_tiny_model(
     return directory
 
 
+def write_tiny_drafter(directory: Path, family: str = "qwen3", *, seed: int = 7, **fields: Any) -> Path:
+    """Write a block drafter (DSpark) for the tiny model of ``family``: config and weights as DeepSpec saves them."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = tiny_drafter_config(family, **fields)
+    (directory / "config.json").write_text(json.dumps(config, indent=2))
+    _save(directory, tiny_drafter_weights(config, seed), 1)
+    return directory
+
+
+def tiny_drafter_config(family: str = "qwen3", **fields: Any) -> dict[str, Any]:
+    """The content of its config.json: that of its target with fewer layers, and its own fields."""
+    target = tiny_config(family)
+    own = {
+        "architectures": ["Qwen3DSparkModel"],
+        "model_type": "qwen3",
+        "head_dim": 32,
+        "num_target_layers": target["num_hidden_layers"],
+        "num_hidden_layers": 2,
+        "layer_types": ["full_attention"] * 2,
+        "tie_word_embeddings": False,
+        "block_size": 5,
+        "mask_token_id": VOCAB_SIZE - 1,
+        "target_layer_ids": [-1, 0],
+        "num_anchors": 512,
+        "markov_rank": 12,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    }
+    return target | own | fields
+
+
+def tiny_drafter_weights(config: dict[str, Any], seed: int = 7) -> dict[str, torch.Tensor]:
+    """Random fp32 weights under the names of DeepSpec's checkpoints; those of its target are there too, and wrong."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {name.removeprefix("model."): shape for name, shape in _shapes(config).items()}
+    shapes |= _drafter_shapes(config)
+    return {name: torch.randn(shape, generator=generator) * 0.2 + _mean(name) for name, shape in shapes.items()}
+
+
 def tiny_weights(config: dict[str, Any], seed: int = 0) -> dict[str, torch.Tensor]:
     """Random fp32 weights under their Hugging Face names."""
     generator = torch.Generator().manual_seed(seed)
@@ -286,6 +326,24 @@ def _predictor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     parts |= {"eh_proj.weight": (hidden, 2 * hidden)}
     parts |= dict.fromkeys(("embed_tokens.weight", "shared_head.head.weight"), (config["vocab_size"], hidden))
     return {f"model.layers.{layer}.{name}": shape for name, shape in parts.items()}
+
+
+def _drafter_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, rank, vocab = config["hidden_size"], config["markov_rank"], config["vocab_size"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, hidden * len(config["target_layer_ids"])),
+        "hidden_norm.weight": (hidden,),
+    }
+    if rank:
+        shapes |= dict.fromkeys(("markov_head.markov_w1.weight", "markov_head.markov_w2.weight"), (vocab, rank))
+    inner = {"gated": ("gate_proj", rank, hidden + rank), "rnn": ("joint_proj", 3 * rank, hidden + 2 * rank)}
+    if rank and (found := inner.get(config["markov_head_type"])):
+        name, size_out, size_in = found
+        shapes |= {f"markov_head.{name}.weight": (size_out, size_in), f"markov_head.{name}.bias": (size_out,)}
+    if config["enable_confidence_head"]:
+        size_in = hidden + (rank if config["confidence_head_with_markov"] else 0)
+        shapes |= {"confidence_head.proj.weight": (1, size_in), "confidence_head.proj.bias": (1,)}
+    return shapes
 
 
 def _attention_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:

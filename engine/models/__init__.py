@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
     from engine.batch import StepBatch
     from engine.expert_balance import ExpertBalance
+    from engine.models.block_drafter import BlockDrafter
     from engine.models.predictor import Predictor
     from engine.models.spec import ModelSpec
     from engine.shards import Part
@@ -36,6 +37,9 @@ class Model(Protocol):
 
     predictor: Predictor | None
     """Guesses the token after the next, where it was loaded; its cache is the last one."""
+
+    block_drafter: BlockDrafter | None
+    """Guesses blocks of tokens, where one was loaded; its caches are the last ones."""
 
     def alloc_cache(self, num_blocks: int, block_size: int) -> KVCache:
         """Allocate a zeroed cache on the model's device. Raises RuntimeError or MemoryError if it does not fit."""

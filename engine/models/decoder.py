@@ -17,6 +17,8 @@ from engine.batch import Rows, StepBatch
 from engine.dist import Ranks
 from engine.expert_balance import ExpertBalance
 from engine.models import WeightSource
+from engine.models.block_drafter import BlockDrafter
+from engine.models.block_spec import EMBEDDING_OUTPUT, BlockSpec
 from engine.models.deepseek import LatentAttention
 from engine.models.dense import GatedMlp, GroupedAttention
 from engine.models.layers import Rotary
@@ -103,6 +105,7 @@ class Decoder:
         most_rows = MIXED_ROWS_OF_LATENTS if spec.latent else MIXED_ROWS
         self.max_mixed_rows = most_rows if self.is_recordable and can_mix else 0
         self._rotary = Rotary(spec.rope, spec.head_dim, self._device, self._dtype)
+        self.block_drafter: BlockDrafter | None = None
         self.predictor = self._load_predictor(source) if has_predictor else None
         if self.predictor:
             self.is_recordable, self.max_mixed_rows = False, 0  # a graph has states of the rows with logits alone
@@ -116,6 +119,14 @@ class Decoder:
         rotary, embedding = self._rotary, self._embedding
         return Predictor(spec, source, self._kernels, layer=layer, embedding=embedding, rotary=rotary)
 
+    def add_block_drafter(self, spec: BlockSpec, source: WeightSource) -> None:
+        """Load a drafter for this model, before its caches are allocated; only on a single rank."""
+        layers = [
+            _load_layer(spec.layers, index, source, self._kernels, ranks=Ranks(), balance=None)
+            for index in range(spec.layers.num_layers)
+        ]
+        self.block_drafter = BlockDrafter(spec, source, self._kernels, layers=layers, embedding=self._embedding)
+
     def alloc_cache(self, num_blocks: int, block_size: int) -> list[Tensor]:
         """See Model.alloc_cache."""
         shapes = [layer.attention.cache_shape(num_blocks, block_size) for layer in self._cached_layers]
@@ -128,7 +139,8 @@ class Decoder:
 
     @property
     def _cached_layers(self) -> list[Layer]:
-        return self._layers + ([self.predictor.layer] if self.predictor else [])
+        drafting = [self.predictor.layer] if self.predictor else []
+        return self._layers + drafting + (self.block_drafter.layers if self.block_drafter else [])
 
     @torch.no_grad()
     def forward(self, batch: StepBatch, cache: list[Tensor]) -> Tensor:
@@ -137,6 +149,9 @@ class Decoder:
         cos_sin = self._rotary(batch.positions)
         rows = Rows(batch.positions, batch.size.rows, self._count_rows(batch))
         residual = functional.embedding(batch.input_ids, self._embedding)
+        drafter = self.block_drafter
+        read_ids = drafter.spec.target_layer_ids if drafter else ()
+        read = [residual.clone()] if EMBEDDING_OUTPUT in read_ids else []
         hidden = kernels.rms_norm(residual, self._layers[0].input_norm, eps)
         for index, layer in enumerate(self._layers):
             attended = layer.attention(hidden, cos_sin, batch.attention, cache[index])
@@ -149,6 +164,10 @@ class Decoder:
             next_norm = self._final_norm if is_last else self._layers[index + 1].input_norm
             update = self._tensor.add(layer.mlp(hidden, rows))
             hidden, residual = kernels.add_rms_norm(update, residual, next_norm, eps)
+            if index in read_ids:
+                read.append(residual.clone())  # the next layer may overwrite it
+        if drafter:
+            drafter.read(read, batch, cache[-len(drafter.layers) :])
         return hidden
 
     def _count_rows(self, batch: StepBatch) -> Tensor | None:

@@ -12,6 +12,7 @@ from torch.nn import functional
 from engine.batch import StepBatch
 from engine.expert_balance import ExpertBalance
 from engine.models import WeightSource
+from engine.models.block_drafter import BlockDrafter
 from engine.models.compressed import CompressedAttention, lay_out
 from engine.models.decoder import zeroed
 from engine.models.hyper import HyperConnection, HyperHead
@@ -43,6 +44,7 @@ class HyperDecoder:
     block_size, max_mixed_rows = BLOCK_SIZE, 0
     expert_balance: ExpertBalance | None = None
     predictor: Predictor | None = None
+    block_drafter: BlockDrafter | None = None
 
     def __init__(self, spec: ModelSpec, source: WeightSource, kernels: Kernels) -> None:
         assert spec.compressed is not None, "this decoder runs compressed attention"

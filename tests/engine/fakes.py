@@ -39,7 +39,7 @@ class HashModel:
     shares_prefixes = False
     block_size, max_mixed_rows = 16, 0
     expert_balance = None
-    predictor = None
+    predictor = block_drafter = None
 
     def __init__(self, max_position_embeddings: int = 4096, favourites: Iterable[int] = (), boost: float = 3.0) -> None:
         self.spec = SimpleNamespace(vocab_size=VOCAB_SIZE, max_position_embeddings=max_position_embeddings, latent=None)

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from torch.nn import functional
 
 from engine.draft import Guess
+from engine.lookahead import Foreseen
 from engine.loop import Engine
 from engine.parts import load_parts
 from engine.types import Draft, Run, Sequence
@@ -161,4 +162,4 @@ def test_its_guesses_are_the_oracles_in_chunks_behind_drafts_and_in_a_chain(mode
     expected = Oracle(model).guesses(token_ids, 4)
     assert ahead.token_ids.tolist() == [expected[place - 1][0] for place in places]
     sequence.token_ids.extend(token_ids[17:])
-    assert lookahead.chain(ahead, [(sequence, 3)], 4) == [tuple(expected[-1])]
+    assert lookahead.guess(ahead, [(sequence, 3)], 4) == [Foreseen(tuple(expected[-1]))]

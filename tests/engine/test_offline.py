@@ -1,5 +1,6 @@
 """The offline example: perplexity of given texts equals the oracle's, and a whole run on two replicas."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,14 @@ from click.testing import CliRunner
 from engine.frames import Heartbeat
 from engine.llm import SamplingParams
 from engine.loop import Engine
-from engine.offline import STRUCTURED_CASES, describe_drafts, main, perplexity, read_samples
+from engine.offline import STRUCTURED_CASES, describe_drafts, main, perplexity, read_samples, tokenize
 from engine.parts import load_parts
 from schemas.errors import InputDataError
 from schemas.model_files import model_ref
 from schemas.records import FinishReason, Request
 from schemas.settings import EngineSettings
 from tests.engine.fakes import run_all
-from tests.tiny_models import VOCAB_SIZE, write_tiny_model
+from tests.tiny_models import VOCAB_SIZE, write_tiny_drafter, write_tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +94,33 @@ def test_a_run_on_two_replicas_tells_texts_perplexity_and_constraints(tiny_model
     assert "\ndrafts: " in run.output
     assert re.search(r"decode perplexity of \d+ given tokens: \d+\.\d{4}", run.output)
     assert run.output.count("  ok\n") == len(STRUCTURED_CASES)
+
+
+@pytest.mark.parametrize("kind", ["predictor", "draft model"])
+def test_perplexity_and_constraints_hold_with_drafts_of_the_models_own(kind: str, tmp_path: Path) -> None:
+    text = " is billing because the customer was charged twice"
+    samples = tmp_path / "samples.jsonl"
+    samples.write_text(json.dumps({"prompt": "the route", "continuation": text}))
+    is_v3 = kind == "predictor"
+    family, fields = ("deepseek_v3", {"has_predictor": True}) if is_v3 else ("qwen3", {})
+    model = str(write_tiny_model(tmp_path / "model", family, **fields))
+    arguments = ["--model", model, "--device", "cpu", "--dtype", "float32", "--max-model-len", "512"]
+    arguments += ["--samples", str(samples), "--num-draft-tokens", "3", "--check-structured-output"]
+    if not is_v3:
+        arguments += ["--draft-model", str(write_tiny_drafter(tmp_path / "drafter"))]
+    run = CliRunner().invoke(main, arguments)
+    assert run.exit_code == 0, run.output
+    assert run.output.count("  ok\n") == len(STRUCTURED_CASES)
+    assert re.search(r"\ndrafts: \d+ of [1-9]\d* verified tokens accepted, by position \d+%, \d+%, \d+%", run.output)
+    (golden,) = tokenize(model, [text])
+    sampling = SamplingParams(golden_token_ids=golden, logprobs=True).sampling
+    request = Request(request_id="1", text="the route", sampling=sampling, golden_token_ids=tuple(golden))
+    ref = model_ref(model, dtype="float32", max_model_len=512)
+    settings = EngineSettings(device="cpu", num_threads=1, kv_cache_gib=0.01, num_draft_tokens=0)
+    done = run_all(Engine(ref, settings, load_parts(ref, settings)), [request])["1"]
+    told = re.search(rf"decode perplexity of {len(golden)} given tokens: (\d+\.\d+)", run.output)
+    assert told is not None
+    assert float(told[1]) == pytest.approx(perplexity(done.logprobs or ()), rel=1e-3)
 
 
 def test_drafts_are_told_by_position() -> None:

@@ -20,6 +20,7 @@ from schemas.log import configure_logging
 from schemas.settings import Settings
 
 EXIT_FAILED = 1
+EXIT_USAGE = 2  # click's, too
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 SETTINGS_OPTIONS = (

@@ -5,7 +5,7 @@ a second beat, or a person starts the same job, also after a crash. Redis decide
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from itertools import islice
@@ -16,10 +16,10 @@ import click
 import msgspec
 import structlog
 
-from jobs.cli import echo_json, verb
+from jobs.cli import EXIT_FAILED, echo_json, verb
 from jobs.job import Job
 from jobs.schedules import Schedule, load_schedules
-from jobs.store import Store, exists, open_store
+from jobs.store import Store, absolute_location, exists, open_store
 from jobs.thresholds import Thresholds
 from schemas.errors import AlreadyExists, InputDataError, JobError, JobNotFound, NightmillError, NotFound, SettingsError
 from schemas.records import FORMAT_VERSION, JobSpec, JobState, Priority, Record, decode_json, encode_json
@@ -59,6 +59,7 @@ class Beat:
         self._settings = settings
         self._clock = clock
         self._schedules = load_schedules(settings.schedules)
+        self._announce()
         self._retry_at: dict[str, datetime] = {}
 
     def tick(self) -> float:
@@ -78,10 +79,23 @@ class Beat:
         return max(0.0, min([*waits, MAX_WAIT_S]))
 
     def _reload(self) -> None:
+        before = self._schedules
         try:
             self._schedules = load_schedules(self._settings.schedules)
         except NightmillError as error:
             log.error("schedules_unusable", reason=str(error), kept=sorted(self._schedules))
+        if self._schedules != before:
+            self._announce()
+
+    def _announce(self) -> None:
+        """Say now what would come to light at night: what is due when, and what keeps it from running."""
+        if not self._schedules:
+            log.warning("no_schedules", file=absolute_location(self._settings.schedules))
+        for schedule in self._schedules.values():
+            due = next(schedule.due_after(self._clock()))
+            log.info("schedule", schedule=schedule.name, next=due.isoformat(timespec="minutes"))
+            if problem := find_problem(schedule, due):
+                log.error("schedule_cannot_run", schedule=schedule.name, reason=problem)
 
     def _fire_if_due(self, schedule: Schedule) -> None:
         now, store = self._clock(), open_store(self._settings.jobs_root)
@@ -153,6 +167,15 @@ def last_job(store: Store, schedule: Schedule, before: datetime | None = None) -
     return None
 
 
+def find_problem(schedule: Schedule, due: datetime) -> str | None:
+    """Say what is wrong with what a schedule asks for, its input aside, which may come later; None if nothing is."""
+    try:
+        schedule.submission(due)
+    except NightmillError as error:
+        return str(error)
+    return None
+
+
 def _claim(
     store: Store, schedule: Schedule, due: datetime, settings: Settings, *, now: datetime, by_hand: bool
 ) -> Slot:
@@ -201,8 +224,14 @@ def _create_or_keep(store: Store, key: str, data: bytes) -> None:
 def _find(schedules: Mapping[str, Schedule], name: str | None, location: str) -> Schedule:
     if name is not None and name in schedules:
         return schedules[name]
-    there_are = f"there are {', '.join(schedules)}" if schedules else "it has none, or is missing"
-    raise SettingsError(f"{location}: no schedule {name!r}; {there_are}")
+    if not schedules:
+        raise SettingsError(_describe_lack(location))
+    which = "say which schedule" if name is None else f"no schedule {name!r}"
+    raise SettingsError(f"{location}: {which}; there are {', '.join(schedules)}")
+
+
+def _describe_lack(location: str) -> str:
+    return f"no schedules: {absolute_location(location)} is missing or has no table"
 
 
 def _parse_due(schedule: Schedule, text: str | None, now: datetime) -> datetime:
@@ -227,7 +256,27 @@ def _describe(schedule: Schedule, store: Store, now: datetime) -> dict[str, Any]
     zone, job = ZoneInfo(schedule.timezone), last_job(store, schedule)
     runs = [due.astimezone(zone).isoformat(timespec="minutes") for due in islice(schedule.due_after(now), NUM_LISTED)]
     last = {} if job is None else {"last_job": job.job_id, "last_slot": job.spec.slot, "last_state": str(job.state())}
-    return {"name": schedule.name, "cron": schedule.cron, "timezone": schedule.timezone, "next": runs, **last}
+    found = {"name": schedule.name, "cron": schedule.cron, "timezone": schedule.timezone, "next": runs, **last}
+    problem = find_problem(schedule, next(schedule.due_after(now)))
+    return found if problem is None else {**found, "problem": problem}
+
+
+def _show_list(described: Sequence[Mapping[str, Any]], location: str, *, as_json: bool) -> None:
+    from jobs.show import print_table
+
+    if as_json:
+        for fields in described:
+            echo_json({"event": "schedule", **fields})
+        return
+    if not described:
+        click.echo(_describe_lack(location))
+        return
+    columns = ("name", "next", "last_job", "last_state")
+    rows = [[" ".join(d["next"]) if c == "next" else d.get(c, "") for c in columns] for d in described]
+    print_table(["schedule", "next runs", "last job", "state"], rows, num_whole=2)
+    for fields in described:
+        if "problem" in fields:
+            click.echo(f"[{fields['name']}] cannot run: {fields['problem']}", err=True)
 
 
 @verb("nightly")
@@ -243,19 +292,12 @@ def main(
 ) -> int:
     """Run the schedule NAME of schedules.toml by hand: the same job as if beat had run it, and beat will not again."""
     from jobs.follow import follow
-    from jobs.show import print_table
 
     schedules, now, store = load_schedules(settings.schedules), datetime.now(UTC), open_store(settings.jobs_root)
     if is_listing:
         described = [_describe(schedule, store, now) for schedule in schedules.values()]
-        if as_json:
-            for fields in described:
-                echo_json({"event": "schedule", **fields})
-        else:
-            columns = ("name", "next", "last_job", "last_state")
-            rows = [[" ".join(d["next"]) if c == "next" else d.get(c, "") for c in columns] for d in described]
-            print_table(["schedule", "next runs", "last job", "state"], rows, num_whole=2)
-        return 0
+        _show_list(described, settings.schedules, as_json=as_json)
+        return EXIT_FAILED if any("problem" in fields for fields in described) else 0
     schedule = _find(schedules, name, settings.schedules)
     slot = fire(schedule, _parse_due(schedule, day, now), settings, now=now, by_hand=True)
     assert slot.spec is not None, "by hand no slot is skipped"

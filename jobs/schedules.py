@@ -3,6 +3,7 @@
 A table has a cron line and a time zone, an input, and any option of ``python -m jobs.submit`` under its own name.
 """
 
+import difflib
 import inspect
 import re
 import tomllib
@@ -26,6 +27,7 @@ SETTLED = frozenset(("name", "inputs", "output", "priority"))
 """Parameters of jobs.submit that the schedule settles itself."""
 
 DATE = re.compile(r"\{date(?::([^{}]+))?\}")
+BRACES = re.compile(r"\{[^{}]*\}")
 LOOK_BACK = timedelta(hours=3)  # more than any clock was ever put back
 
 
@@ -48,6 +50,14 @@ class Schedule(BaseModel):
     @classmethod
     def _check_name(cls, name: str) -> str:
         return check_name(name)
+
+    @field_validator("input", "output")
+    @classmethod
+    def _check_braces(cls, locations: str | list[str] | None) -> str | list[str] | None:
+        for location in [locations] if isinstance(locations, str) else locations or ():
+            if unknown := BRACES.findall(DATE.sub("", location)):
+                raise ValueError(f"{location!r} has {unknown[0]}: write {{date}} or, say, {{date:%Y/%m/%d}}")
+        return locations
 
     @field_validator("timezone")
     @classmethod
@@ -122,8 +132,14 @@ class Schedule(BaseModel):
             raise SettingsError(f"[{self.name}]: {error.format_message()}") from error
 
 
+OWN_KEYS = frozenset(Schedule.model_fields) - {"name", "options"}
+
+
 def load_schedules(location: str) -> dict[str, Schedule]:
-    """Read and check a file of schedules, by name; a missing one has none. Raises SettingsError naming the table."""
+    """Read and check a file of schedules, by name; a missing one has none. Raises SettingsError naming the table.
+
+    Files that a table names are read when it is due: ``Schedule.submission``.
+    """
     if stat_input(location) is None:
         return {}
     try:
@@ -136,19 +152,35 @@ def load_schedules(location: str) -> dict[str, Schedule]:
 def _make_schedule(location: str, name: str, table: Any) -> Schedule:
     if not isinstance(table, dict):
         raise SettingsError(f"{location}: {name} stands outside of a table: begin one with [NAME]")
-    own = {
-        key: value for key, value in table.items() if key in Schedule.model_fields and key not in ("name", "options")
-    }
+    own = {key: value for key, value in table.items() if key in OWN_KEYS}
     options = {key: value for key, value in table.items() if key not in own}
+    _check_keys(f"{location} [{name}]", options)
     try:
         schedule = Schedule(name=name, options=options, **own)
     except ValidationError as error:
-        faults = [f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()]
+        faults = [f"{fault['loc'][0]}: {fault['msg'].removeprefix('Value error, ')}" for fault in error.errors()]
         raise SettingsError(f"{location} [{name}]: {'; '.join(faults)}") from error
     except InputDataError as error:
         raise SettingsError(f"{location} [{name}]: {error}") from error
     _parse_options(f"{location} [{name}]", options)
     return schedule
+
+
+def _check_keys(where: str, options: Mapping[str, Any]) -> None:
+    """Refuse keys that are neither a schedule's nor options of jobs.submit, before one of them is missed elsewhere."""
+    known = {*OWN_KEYS, *(flag.lstrip("-").replace("-", "_") for flag in _flags())}
+    for key in options:
+        if key.replace("-", "_") not in known:
+            close = difflib.get_close_matches(key, known, 1)
+            hint = (
+                f"did you mean {close[0]!r}?" if close else "it takes a schedule's own and the options of jobs.submit"
+            )
+            raise SettingsError(f"{where}: unknown key {key!r}: {hint}")
+
+
+def _flags() -> dict[str, str | None]:
+    """The parameter's name of each flag of jobs.submit."""
+    return {flag: option.name for option in submit.main.params for flag in (*option.opts, *option.secondary_opts)}
 
 
 def _parse_options(where: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -165,7 +197,7 @@ def _parse_options(where: str, options: Mapping[str, Any]) -> dict[str, Any]:
     except click.ClickException as error:
         raise SettingsError(f"{where}: {error.format_message()}") from error
     outside = _outside_parameters()
-    names = {flag: option.name for option in submit.main.params for flag in (*option.opts, *option.secondary_opts)}
+    names = _flags()
     if refused := [key for key in options if names.get(_flag(key)) in outside]:
         raise SettingsError(f"{where}: {', '.join(refused)} cannot be set for a schedule")
     return {name: value for name, value in parameters.items() if name not in outside}

@@ -1,4 +1,5 @@
 import importlib
+import re
 import signal
 import subprocess
 import sys
@@ -95,3 +96,10 @@ def test_help_loads_neither_parquet_nor_celery() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_package_run_by_itself_names_every_verb_that_the_readme_does(repo_root: Path) -> None:
+    done = subprocess.run([sys.executable, "-m", "jobs"], cwd=repo_root, capture_output=True, text=True, check=False)
+    named = set(re.findall(r"^python -m (jobs\.\w+)  +\S", done.stderr, flags=re.MULTILINE))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert set(re.findall(r"python -m (jobs\.\w+)", (repo_root / "README.md").read_text())) <= named

@@ -5,6 +5,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+import structlog
 
 from jobs.finish import try_finish
 from jobs.job import Job
@@ -176,7 +177,7 @@ def test_by_hand_a_slot_is_the_job_that_beat_would_have_made(nights: Nights, mon
     ("arguments", "told"),
     [
         (["nothing"], "no schedule 'nothing'; there are tickets"),
-        ([], "no schedule None"),
+        ([], "say which schedule; there are tickets"),
         (["tickets", "--date", "tomorrow"], "'tomorrow' is no day"),
         (["tickets", "--date", "2026-03-02T05:00"], "is not due 2026-03-02T05:00"),
     ],
@@ -187,3 +188,22 @@ def test_what_cannot_run_by_hand_is_said(
     monkeypatch.setenv("NIGHTMILL_SCHEDULES", str(nights.file))
     done = nights.machine.run("nightly", *arguments)
     assert (done.exit_code, told in done.stderr) == (2, True), done.output
+
+
+def test_what_would_keep_a_night_from_running_is_told_before_it(
+    nights: Nights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NIGHTMILL_SCHEDULES", str(nights.file))
+    nights.write_schedule('prompt = "@prompt.txt"')
+    with structlog.testing.capture_logs() as logs:
+        nights.beat().tick()
+    (event,) = (entry for entry in logs if entry["event"] == "schedule_cannot_run")
+    done = nights.machine.run("nightly", "--list")
+    assert (done.exit_code, "[tickets] cannot run: cannot read prompt.txt" in done.stderr) == (1, True), done.output
+    assert event["reason"] in done.stderr
+    nights.file.unlink()
+    with structlog.testing.capture_logs() as logs:
+        nights.beat()
+    assert [entry["event"] for entry in logs] == ["no_schedules"]
+    assert "schedules.toml is missing" in nights.machine.run("nightly", "--list").stdout
+    assert "schedules.toml is missing" in nights.machine.run("nightly", "tickets").stderr

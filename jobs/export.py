@@ -7,6 +7,7 @@ import base64
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import PurePosixPath
 from typing import IO, Any
 
 import click
@@ -40,18 +41,21 @@ def export(job: Job, form: str, location: str, *, partition_by: Sequence[str] = 
         raise JobError(f"{job.job_id} has not ended ({job.state()}): there is nothing to export yet")
     if (form == "hive") != bool(partition_by):
         raise InputDataError("--partition-by goes with the format hive, and the other way round")
-    if form == "hf":
-        _export_dataset(job, open_store(location), overwrite)
-        return
-    if form == "hive":
-        _export_partitioned(job, open_store(location), partition_by, overwrite)
-        return
-    directory, name = split_location(location)
+    if form == "openai-batch" and job.spec.body_column not in output_schema(job).names:
+        raise JobError(f"the output of {job.job_id} has no request bodies: export it in another format")
+    directory, name = (location, "") if form in ("hf", "hive") else split_location(location)
     store = open_store(directory)
-    _refuse_existing(store, name, overwrite)
-    with store.open_writer(name) as sink:
-        WRITERS[form](job, sink)
-    store.sweep()
+    try:
+        if form == "hf":
+            _export_dataset(job, store, overwrite)
+        elif form == "hive":
+            _export_partitioned(job, store, partition_by, overwrite)
+        else:
+            _refuse_existing(store, name, overwrite)
+            with store.open_writer(name) as sink:
+                WRITERS[form](job, sink)
+    finally:
+        store.sweep()
 
 
 def write_csv(job: Job, sink: IO[bytes]) -> None:
@@ -71,9 +75,7 @@ def write_jsonl(job: Job, sink: IO[bytes]) -> None:
 
 
 def write_openai_batch(job: Job, sink: IO[bytes]) -> None:
-    """Write one result line of the OpenAI batch API a row. Raises JobError if the rows are no such requests."""
-    if job.spec.body_column not in output_schema(job).names:
-        raise JobError(f"the output of {job.job_id} has no request bodies: export it in another format")
+    """Write one result line of the OpenAI batch API a row, each of which is such a request."""
     rows = (row for batch in _read_batches(job) for row in python_rows(batch))
     for number, row in enumerate(rows):
         sink.write(_to_json(result_line(job, row, number)).encode() + b"\n")
@@ -81,6 +83,8 @@ def write_openai_batch(job: Job, sink: IO[bytes]) -> None:
 
 WRITERS: dict[str, WriteFile] = {"csv": write_csv, "jsonl": write_jsonl, "openai-batch": write_openai_batch}
 FORMATS = (*WRITERS, "hf", "hive")
+FILE_ENDINGS = frozenset(("xlsx", "xls", "json", "tsv", "txt", "parquet", "arrow", "feather", "gz", "zst", "zip"))
+"""Of what nobody would call a directory."""
 
 
 def _export_partitioned(job: Job, store: Store, columns: Sequence[str], overwrite: bool) -> None:
@@ -88,7 +92,6 @@ def _export_partitioned(job: Job, store: Store, columns: Sequence[str], overwrit
     for number, file in enumerate(_output_files(job)):
         name = f"part-{number:05d}.parquet"
         write_partitioned(store, name, _read_file(file), output_schema(job), columns, overwrite=overwrite)
-    store.sweep()
 
 
 def _export_dataset(job: Job, store: Store, overwrite: bool) -> None:
@@ -102,7 +105,6 @@ def _export_dataset(job: Job, store: Store, overwrite: bool) -> None:
             shutil.copyfileobj(source, sink, COPY_BYTES)
     with store.open_writer("README.md") as sink:
         sink.write(_dataset_card(job, files).encode())
-    store.sweep()
 
 
 def _dataset_card(job: Job, files: list[OutputFile]) -> str:
@@ -161,6 +163,14 @@ def _encode_odd(value: Any) -> str:
     return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)
 
 
+def form_of(location: str) -> str:
+    """The format that a file's ending means; a directory is a data set. Raises InputDataError for other files."""
+    ending = PurePosixPath(location).suffix.lower().lstrip(".")
+    if ending in FILE_ENDINGS:
+        raise InputDataError(f"--to {location}: a file is .csv or .jsonl; else say --format {', '.join(FORMATS)}")
+    return ending if ending in WRITERS else "hf"
+
+
 @verb("export")
 @click.argument("job")
 @click.option("--to", "location", required=True, metavar="PATH", help="A file; for hf a directory. URIs too.")
@@ -185,8 +195,7 @@ def main(
     from jobs import api
 
     found = api.open_job(job, settings)
-    by_ending = next((name for name in WRITERS if location.lower().endswith(f".{name}")), "hf")
-    form = form or ("hive" if partition_by else by_ending)
+    form = form or ("hive" if partition_by else form_of(location))
     export(found, form, location, partition_by=partition_by or (), overwrite=overwrite)
     click.echo(f"{found.job_id}: {found.num_rows:,} rows as {form} in {location}")
 

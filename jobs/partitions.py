@@ -26,6 +26,8 @@ def write_partitioned(
 ) -> None:
     """Write each row to the file ``name`` in the directory of its values in ``columns``, which the file then lacks.
 
+    A field of a struct, ``label.route``, names directories, too; the struct stays in the file.
+
     Raises InputDataError for columns that make no directories, StoreError for a file that exists unless ``overwrite``.
     """
     _check(columns, schema)
@@ -44,10 +46,32 @@ def write_partitioned(
 
 
 def _check(columns: Sequence[str], schema: pa.Schema) -> None:
-    check_columns(columns, schema, "--partition-by")
-    nested = [name for name in columns if pa.types.is_nested(schema.field(name).type)]
-    if nested or len(columns) >= len(schema):
-        raise InputDataError(f"--partition-by {', '.join(nested or columns)}: name plain columns, and leave some over")
+    check_columns([_path(name, schema)[0] for name in columns], schema, "--partition-by")
+    for name in columns:
+        kind = schema.field(_path(name, schema)[0]).type
+        for step in _path(name, schema)[1:]:
+            inner = kind.names if pa.types.is_struct(kind) else []
+            if step not in inner:
+                raise InputDataError(
+                    f"--partition-by {name}: no field {step!r}; there are: {', '.join(inner) or 'none'}"
+                )
+            kind = kind.field(step).type
+        if pa.types.is_nested(kind):
+            example = f", or a field such as {name}.{kind.names[0]}" if pa.types.is_struct(kind) and kind.names else ""
+            raise InputDataError(f"--partition-by {name} is {kind}: name plain columns{example}")
+    if not set(schema.names) - set(columns):
+        raise InputDataError(f"--partition-by {', '.join(columns)}: leave some columns over")
+
+
+def _path(name: str, schema: pa.Schema) -> list[str]:
+    """The column, and the fields in it, that a name with dots means: a column of just this name before others."""
+    return [name] if name in schema.names else name.split(".")
+
+
+def _values(batch: pa.RecordBatch, name: str) -> pa.Array:
+    column, *fields = _path(name, batch.schema)
+    values = batch.column(column)
+    return pc.struct_field(values, fields) if fields else values
 
 
 def _open(store: Store, key: str, schema: pa.Schema, stack: ExitStack, overwrite: bool) -> pq.ParquetWriter:
@@ -60,7 +84,7 @@ def _open(store: Store, key: str, schema: pa.Schema, stack: ExitStack, overwrite
 
 def _split(batch: pa.RecordBatch, columns: Sequence[str]) -> Iterator[tuple[str, pa.RecordBatch]]:
     """Yield the rows of each combination of values, in the order in which the combinations first come."""
-    texts = [batch.column(name).cast(pa.string()).to_pylist() for name in columns]
+    texts = [_values(batch, name).cast(pa.string()).to_pylist() for name in columns]
     directories = ["/".join(map(_part, columns, values)) for values in zip(*texts, strict=True)]
     array = pa.array(directories, pa.string())
     for directory in dict.fromkeys(directories):

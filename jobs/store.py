@@ -8,6 +8,7 @@ import ctypes
 import errno
 import functools
 import os
+import re
 import shutil
 import time
 import uuid
@@ -26,6 +27,8 @@ from jobs.store_errors import explained, retrying
 from schemas.errors import AlreadyExists, InputDataError, NotFound, StoreError
 
 STAGING = "_staging"
+STAGED_NAME = re.compile(r"-[0-9a-f]{32}(\.\w+)?$")
+"""Ends the names of our own staged files: others may keep a directory of that name where we write."""
 READ_BUFFER_BYTES = 2**20
 URI_SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "memory")
 NO_HARD_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EINVAL})
@@ -205,7 +208,7 @@ class LocalDirectory:
     def sweep(self, min_age_s: float = 3600.0) -> None:
         staging = self._root / STAGING
         with explained("sweep", staging):
-            for path in [staging / name for name in self.list(STAGING)]:
+            for path in [staging / name for name in self.list(STAGING) if STAGED_NAME.search(name)]:
                 with contextlib.suppress(FileNotFoundError):  # its writer was quicker
                     if max(0.0, time.time() - path.stat().st_mtime) >= min_age_s:  # the clock may have gone back
                         path.unlink()

@@ -10,11 +10,11 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from jobs.export import FORMATS, export
+from jobs.export import FORMATS, export, form_of
 from jobs.finish import try_finish
 from jobs.job import Job
 from jobs.source import scan_inputs
-from schemas.errors import JobError, StoreError
+from schemas.errors import InputDataError, JobError, StoreError
 from tests.tiny_jobs import YES_NO, ScriptedEngine, json_schema, make_job, prompt_of, run_job, write_input
 
 
@@ -91,6 +91,25 @@ def test_nothing_is_replaced_unasked_and_nothing_unfinished_exported(job: Job, t
     with pytest.raises(StoreError, match="exists: choose another --to, or pass --overwrite"):
         export(job, form, target)
     export(job, form, target, overwrite=True)
+    assert list(tmp_path.rglob("to/**/_staging")) == []
+
+
+@pytest.mark.parametrize(("location", "form"), [("a/x.CSV", "csv"), ("s3://b/x.jsonl", "jsonl"), ("a/v1.2", "hf")])
+def test_the_ending_says_the_format(location: str, form: str) -> None:
+    assert form_of(location) == form
+
+
+@pytest.mark.parametrize("location", ["x.xlsx", "s3://bucket/x.parquet", "x.jsonl.gz"])
+def test_an_ending_of_another_format_is_no_name_of_a_data_set(location: str) -> None:
+    with pytest.raises(InputDataError, match=r"a file is \.csv or \.jsonl; else say --format"):
+        form_of(location)
+
+
+def test_a_refused_export_leaves_nothing_behind(job: Job, tmp_path: Path) -> None:
+    assert try_finish(job)
+    with pytest.raises(JobError, match="no request bodies"):
+        export(job, "openai-batch", str(tmp_path / "to" / "x.jsonl"))
+    assert not (tmp_path / "to").exists()
 
 
 def test_a_label_out_of_a_closed_set_is_plain_text_in_csv(tmp_path: Path) -> None:

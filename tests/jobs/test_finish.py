@@ -26,6 +26,8 @@ from tests.tiny_jobs import YES_NO, Answer, ScriptedEngine, make_job, prompt_of,
 
 ADDED = ["label", "label_raw", "label_status", "label_error", "label_confidence", "label_meta"]
 
+HEX = "0123456789abcdef" * 2
+
 
 def echo(request: Request) -> str:
     return prompt_of(request)
@@ -202,8 +204,8 @@ def test_racing_finishers_agree(tmp_path: Path) -> None:
 def test_what_a_killed_finisher_left_breaks_no_reader(tmp_path: Path) -> None:
     job = run_job(make_job(tmp_path, output=str(tmp_path / "out")))
     (tmp_path / "out" / "_staging").mkdir(parents=True)
-    (tmp_path / "out" / "_staging" / "in-123.parquet").write_bytes(b"half")
-    os.utime(tmp_path / "out" / "_staging" / "in-123.parquet", ns=(1, 1))
+    (tmp_path / "out" / "_staging" / f"in-{HEX}.parquet").write_bytes(b"half")
+    os.utime(tmp_path / "out" / "_staging" / f"in-{HEX}.parquet", ns=(1, 1))
     replace(open_store(str(tmp_path / "out")), "in.parquet", _empty_output_of(job))
     assert ds.dataset(tmp_path / "out").to_table().num_rows == 0
     assert try_finish(job)
@@ -213,7 +215,7 @@ def test_what_a_killed_finisher_left_breaks_no_reader(tmp_path: Path) -> None:
 
 def test_a_finished_job_keeps_nothing_of_writers_that_were_killed(tmp_path: Path) -> None:
     job = run_job(make_job(tmp_path))
-    for name in ("part-00001-0123.parquet", "in-0123.parquet", f"spill-{job.job_id}-00002-0123"):
+    for name in (f"part-00001-{HEX}.parquet", f"in-{HEX}.parquet", f"spill-{job.job_id}-00002-{HEX}"):
         job.store.create(f"_staging/{name}", b"half")
     assert try_finish(job)
     assert job.store.list("_staging") == []

@@ -69,9 +69,38 @@ def test_a_job_is_exported_by_the_columns_of_its_directories(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("columns", "message"),
-    [(["gone"], "no column 'gone'"), (["tags"], "tags: name plain columns"), (["id"], f"more than {MAX_PARTITIONS}")],
+    [
+        (["gone"], "no column 'gone'"),
+        (["tags"], "tags is list.*: name plain columns"),
+        (["id"], f"more than {MAX_PARTITIONS}"),
+    ],
 )
 def test_columns_that_make_no_directories_are_refused(tmp_path: Path, columns: list[str], message: str) -> None:
     table = pa.table({"id": range(MAX_PARTITIONS + 1), "tags": [["x"]] * (MAX_PARTITIONS + 1)})
     with pytest.raises(InputDataError, match=message):
         write_partitioned(open_store(str(tmp_path)), "x", table.to_batches(), table.schema, columns, overwrite=False)
+
+
+def test_a_field_of_a_struct_names_directories_and_the_struct_stays(tmp_path: Path) -> None:
+    labels = [{"route": "bug", "why": {"n": 1}}, None, {"route": "a/b", "why": None}]
+    table = pa.table({"id": [0, 1, 2], "label": labels})
+    for column in ("label.route", "label.why.n"):
+        out = open_store(str(tmp_path / column))
+        write_partitioned(out, "x.parquet", table.to_batches(), table.schema, [column], overwrite=False)
+        found = sorted(read_back(tmp_path / column), key=lambda row: row["id"])
+        assert [row["label"] for row in found] == labels
+    assert sorted(path.name for path in (tmp_path / "label.route").glob("label*")) == [
+        "label.route=__HIVE_DEFAULT_PARTITION__",
+        "label.route=a%2Fb",
+        "label.route=bug",
+    ]
+    for column, told in {
+        "label": "or a field such as label.route",
+        "label.rout": "no field 'rout'; there are: route, why",
+        "label.route.x": "no field 'x'; there are: none",
+        "lable.route": "Did you mean 'label'",
+    }.items():
+        with pytest.raises(InputDataError, match=told):
+            write_partitioned(
+                open_store(str(tmp_path)), "x.parquet", table.to_batches(), table.schema, [column], overwrite=False
+            )

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from pathlib import Path
 
 import obstore
@@ -212,16 +213,17 @@ def test_a_writer_whose_staging_file_is_swept_away_writes_it_again(
     assert is_transient(failed.value)
 
 
-def test_a_sweep_takes_what_is_old_by_a_clock_that_may_go_back(tmp_path: Path) -> None:
+def test_a_sweep_takes_what_is_old_by_a_clock_that_may_go_back_and_is_its_own(tmp_path: Path) -> None:
     store, now_s = LocalDirectory(tmp_path), time.time()
-    ages_s = {"old": 7200.0, "young": 60.0, "future": -7200.0}
+    old, young, future = (f"{name}-{uuid.uuid4().hex}.parquet" for name in ("old", "young", "future"))
+    ages_s = {old: 7200.0, young: 60.0, future: -7200.0, "table-of-another-program.parquet": 7200.0}
     for name, age_s in ages_s.items():
         store.create(f"_staging/{name}", b"")
         os.utime(tmp_path / "_staging" / name, (now_s - age_s, now_s - age_s))
     store.sweep()
-    assert store.list("_staging") == ["future", "young"]
+    assert store.list("_staging") == [future, "table-of-another-program.parquet", young]
     store.sweep(0.0)
-    assert store.list("_staging") == []
+    assert store.list("_staging") == ["table-of-another-program.parquet"]
 
 
 def test_a_bucket_that_finds_the_clock_wrong_says_to_set_it() -> None:

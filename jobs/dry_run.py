@@ -60,7 +60,8 @@ def show_dry_run(prepared: Prepared, plan: Forecast, settings: Settings, *, as_j
     if prepared.decisions:
         _print_block("constraint", [f"{d.decision:<9} {d.path}  {d.reason}" for d in prepared.decisions])
     _print_block("first prompt", describe_prompt(prepared.example).splitlines())
-    click.echo("\nnothing was written")
+    is_rehearsed = plan.rate is not None and plan.rate.num_answered > 0
+    click.echo("\nno job was made; the sample's answers are kept for it" if is_rehearsed else "\nnothing was written")
 
 
 def _print_block(title: str, lines: Sequence[str]) -> None:
@@ -100,9 +101,11 @@ def forecast_facts(plan: Forecast, settings: JobsSettings) -> dict[str, str]:
             f"about {format_duration(plan.eta_s)}, likely {interval}, with {workers} on {rate.hardware} "
             f"(rate from {rate.source})"
         )
-    if plan.device_hours is not None:
-        price = f", {plan.device_hours * settings.gpu_hour_price:,.2f} {settings.currency}"
-        facts["device-hours"] = f"{plan.device_hours:,.3f}" + (price if settings.gpu_hour_price else "")
+    if plan.device_hours is not None and rate is not None:
+        low, high = plan.device_hours / (1 + rate.spread), plan.device_hours * (1 + rate.spread)
+        price = f": {plan.device_hours * settings.gpu_hour_price:,.2f} {settings.currency}"
+        hours = f"{plan.device_hours:,.3f}, likely {low:,.3f} to {high:,.3f}"
+        facts["device-hours"] = hours + (price if settings.gpu_hour_price else "")
     free = f" of {format_bytes(plan.free_bytes)} that are free" if plan.free_bytes is not None else ""
     facts["disk"] = f"about {format_bytes(plan.disk_bytes)}{free}"
     return facts

@@ -80,7 +80,9 @@ def show_summary(job: Job, state: JobState, *, as_json: bool) -> None:
     _print_first_rows(job, success)
     click.echo(f"{job.job_id}: {state} · {format_counts(success.counts) or 'no rows'}")
     if success.num_copied:
-        click.echo(f"copied: {success.num_copied:,} rows that were asked before; --refresh asks again")
+        click.echo(
+            f"copied: {success.num_copied:,} rows that ask the same as others, or as earlier jobs' (--refresh: not)"
+        )
     if success.commonest_error and state is not JobState.DONE:
         click.echo(f"commonest cause: {success.commonest_error}")
     if job.spec.gold_column is not None:

@@ -106,7 +106,9 @@ def test_time_follows_from_rows_tokens_rate_and_workers(machine: Machine) -> Non
     assert two.device_hours == pytest.approx(tokens / 100 / 3600)
     facts = forecast_facts(two, JobsSettings(gpu_hour_price=1000.0))
     assert "2 workers on cpu (rate from a test)" in facts["time"]
-    assert f"{1000 * tokens / 100 / 3600:.2f} USD" in facts["device-hours"]
+    hours = tokens / 100 / 3600
+    interval = f"likely {hours / 1.25:.3f} to {hours * 1.25:.3f}"
+    assert facts["device-hours"] == f"{hours:.3f}, {interval}: {1000 * hours:.2f} USD"
 
 
 def test_without_a_measurement_time_is_not_known_and_the_way_to_know_it_is_told(machine: Machine) -> None:

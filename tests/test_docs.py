@@ -44,13 +44,13 @@ def _shown(default: object) -> str:
     )
 
 
-def settings_in_readme(text: str) -> dict[str, str]:
+def settings_in_runbook(text: str) -> dict[str, str]:
     rows = re.findall(r"^\| `(NIGHTMILL_\w+)` \| ([^|]*) \|", text, flags=re.MULTILINE)
     return {name: default.strip().strip("`") if "`" in default else "" for name, default in rows}
 
 
-def test_readme_lists_every_setting_with_its_default(repo_root: Path) -> None:
-    assert settings_in_readme((repo_root / "README.md").read_text()) == settings_in_code()
+def test_the_runbook_lists_every_setting_with_its_default(repo_root: Path) -> None:
+    assert settings_in_runbook((repo_root / "ops" / "runbook.md").read_text()) == settings_in_code()
 
 
 def commands_in(text: str) -> list[tuple[str, set[str]]]:

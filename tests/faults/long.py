@@ -169,7 +169,7 @@ def redis_version() -> str:
 
 
 def table(document: dict[str, Any]) -> str:
-    """The table of README, in Markdown. Rows are compared at the end of a night, not after each fault."""
+    """The table of the runbook, in Markdown. Rows are compared at the end of a night, not after each fault."""
     lines = ["| fault | times | rows computed again | seconds to recover: median, most |", "|---|---|---|---|"]
     for entry in document["by_fault"]:
         seconds = f"{entry['recovery_s_median']:.1f}, {entry['recovery_s_max']:.1f}"

@@ -48,7 +48,8 @@ def test_a_night_of_faults_loses_doubles_and_changes_no_row(tmp_path: Path) -> N
     assert outcome.num_recomputed <= sum(strike.num_at_risk + SHORT.chunk_rows for strike in strikes)
 
 
-def test_readme_shows_the_results_as_they_were_measured(repo_root: Path) -> None:
+def test_the_runbook_shows_the_results_as_they_were_measured(repo_root: Path) -> None:
     document = json.loads((repo_root / "ops/bench/results/faults.json").read_text())
-    shown = (repo_root / "README.md").read_text().partition("<!-- faults -->\n")[2].partition("\n<!-- end -->")[0]
+    runbook = (repo_root / "ops" / "runbook.md").read_text()
+    shown = runbook.partition("<!-- faults -->\n")[2].partition("\n<!-- end -->")[0]
     assert shown == table(document)

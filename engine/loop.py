@@ -201,10 +201,8 @@ class Engine:
         self._scheduler.carry_out(plan)
         self.stats.num_preemptions += len(plan.preempted)
         if not plan.runs:
-            if (
-                not self._replica.stand_by(is_busy=bool(self._sequences or self._scheduler.has_work))
-                and self._awaiting_grammar
-            ):
+            has_stepped = self._replica.stand_by(is_busy=bool(self._sequences or self._scheduler.has_work))
+            if self._awaiting_grammar and not has_stepped:
                 self._grammars.wait(COMPILE_WAIT_S)
             return None
         drawn = self._in_flight.draw.tokens if self._in_flight and self._in_flight.draw else None
@@ -247,7 +245,7 @@ class Engine:
 
     def _collect(self, launched: Launched) -> None:
         """Read what a step drew and end what is done; a row that ended meanwhile is dropped."""
-        drawn, end = iter(launched.draw.read() if launched.draw else ()), 0
+        lookahead, drawn, end = self._replica.lookahead, iter(launched.draw.read() if launched.draw else ()), 0
         goes_on: list[tuple[Sequence, int]] = []  # behind the token drawn in that row, which is their last one
         for run in launched.runs:
             of_run = list(itertools.islice(drawn, 1 + len(run.draft.stops)))
@@ -259,9 +257,9 @@ class Engine:
             if not run.sequence.branch and run.sequence.status is not SequenceStatus.FINISHED:
                 last = self._take(run, of_run) - 1
                 place = run.start + run.num_tokens + (0, *run.draft.stops)[last]
-                if run.sequence.token_ids[place:].tolist() == [of_run[last][0]]:
+                if lookahead and run.sequence.token_ids[place:].tolist() == [of_run[last][0]]:
                     goes_on.append((run.sequence, start + last))
-        if lookahead := self._replica.lookahead:
+        if lookahead:
             self._drafter.look_ahead(lookahead, launched.ahead, goes_on, self._scheduler.reserve)
         if launched.branches:
             probes, logprobs = launched.branches

@@ -1,6 +1,7 @@
-"""Jobs root, inputs and output in an S3 bucket: a real S3 protocol peer on loopback, a worker in another process."""
+"""Jobs root, inputs and output in a bucket of S3 or GCS: a peer on loopback, a worker in another process."""
 
 import io
+import json
 import os
 import socket
 import subprocess
@@ -19,7 +20,7 @@ import pytest
 from jobs.broker import stop_broker
 from jobs.job import Job
 from jobs.source import scan_inputs
-from jobs.store import open_store, probe
+from jobs.store import open_store, probe, replace
 from jobs.verify import verify
 from schemas.errors import AlreadyExists
 from schemas.records import RowStatus
@@ -27,27 +28,37 @@ from schemas.settings import Settings
 from tests.tiny_jobs import make_job, results_of
 from tests.tiny_models import write_tiny_model
 
-pytest.importorskip("moto", reason="moto, the S3 server of this test, is not installed")
+pytest.importorskip("moto", reason="moto, the server of this test, is not installed")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
-@pytest.fixture
-def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def variables_of(scheme: str, endpoint: str) -> dict[str, str]:
+    """What a user would set for a server of his own."""
+    if scheme == "s3":
+        return {
+            "AWS_ENDPOINT": endpoint,
+            "AWS_ALLOW_HTTP": "true",
+            "AWS_REGION": "us-east-1",
+            "AWS_ACCESS_KEY_ID": "test",
+            "AWS_SECRET_ACCESS_KEY": "test",
+        }
+    key = {"gcs_base_url": endpoint, "disable_oauth": True, "client_email": "", "private_key": "", "private_key_id": ""}
+    return {"GOOGLE_SERVICE_ACCOUNT_KEY": json.dumps(key), "GOOGLE_ALLOW_HTTP": "true"}
+
+
+@pytest.fixture(params=["s3", "gs"])
+def bucket(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The URI of an empty bucket; its name is new, since connections are kept by bucket."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with (tmp_path / "moto.log").open("w") as log:
-        server = subprocess.Popen([sys.executable, "-m", "moto.server", "-p", str(port)], stdout=log, stderr=log)
-    for name, value in {
-        "AWS_ENDPOINT": f"http://127.0.0.1:{port}",
-        "AWS_ALLOW_HTTP": "true",
-        "AWS_REGION": "us-east-1",
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-    }.items():
+    server_of = {"s3": ["-m", "moto.server", "-p"], "gs": ["-m", "tests.e2e.gcs_server"]}
+    with (tmp_path / "server.log").open("w") as log:
+        command = [sys.executable, *server_of[request.param], str(port)]
+        server = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+    for name, value in variables_of(request.param, f"http://127.0.0.1:{port}").items():
         monkeypatch.setenv(name, value)
     name = f"nightmill-{port}"
     deadline_s = time.monotonic() + 60
@@ -56,9 +67,9 @@ def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
             urlopen(Request(f"http://127.0.0.1:{port}/{name}", method="PUT")).close()
             break
         except URLError:
-            assert time.monotonic() < deadline_s, (tmp_path / "moto.log").read_text()
+            assert time.monotonic() < deadline_s, (tmp_path / "server.log").read_text()
             time.sleep(0.1)
-    yield f"s3://{name}"
+    yield f"{request.param}://{name}"
     server.terminate()
     server.wait()
 
@@ -93,6 +104,20 @@ def test_one_of_many_racing_creators_wins_and_two_committers_give_one_part(bucke
         first = list(pool.map(lambda pair: pair[0].commit_part(0, pair[1]), zip((job, other), results, strict=True)))
     assert sorted(first) == [False, True]
     assert other.counts() == {statuses[first.index(True)]: job.chunks[0].num_rows}
+
+
+def test_a_large_object_appears_whole_under_any_name_and_goes_again(bucket: str) -> None:
+    store, key = open_store(f"{bucket}/jobs"), "deep/a b+c é%20.bin"
+    data = b"0123456789" * 1_500_000  # more than one part of an upload
+    replace(store, key, data)
+    with store.open_reader(key) as file:
+        file.seek(12_000_003)
+        assert file.read(4) == b"3456"
+    replace(store, key, b"anew")
+    assert (store.read(key), store.list(), store.list("deep")) == (b"anew", ["deep"], [key.partition("/")[2]])
+    store.delete(key)
+    store.delete(key)
+    assert (store.walk(), store.stat(key)) == ((), None)
 
 
 def test_a_job_lives_in_a_bucket_from_its_inputs_to_its_output(bucket: str, tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ VARIABLES = dict(zip(COLOURS, ("--ink", "--muted", "--grid", "--first", "--secon
 WIDTH_IN, HEIGHT_IN = 5.0, 2.6  # inches of 72 CSS pixels: about a phone's width
 BAR_IN = 0.3  # height of one bar of a list
 MAX_TEXT = 28
+MIN_LINE_VALUES = 20  # fewer are dots as well: one alone makes no line
+HEADROOM = 1.08
 
 _DRAWING = threading.Lock()
 """matplotlib's settings belong to the process."""
@@ -64,10 +66,13 @@ def timeline(
     """Values over minutes since the start, one or two lines."""
     with _axes() as (axes, svg):
         for (name, (minutes, values)), colour in zip(lines.items(), (FIRST, SECOND), strict=False):
-            axes.plot(minutes, values, color=colour, label=name, drawstyle="steps-post" if has_steps else "default")
+            marker = "." if len(values) < MIN_LINE_VALUES else ""
+            style = "steps-post" if has_steps else "default"
+            axes.plot(minutes, values, color=colour, label=name, drawstyle=style, marker=marker)
         axes.set_xlabel("minutes since the start")
         axes.set_ylabel(title)
-        axes.set_ylim(bottom=0, top=1.05 if is_share else None)
+        highest = max((float(np.nanmax(values, initial=0.0)) for _, values in lines.values()), default=0.0)
+        axes.set_ylim(bottom=0, top=1.05 if is_share or not highest else HEADROOM * highest)
         if is_share:
             axes.yaxis.set_major_formatter(_percent())
         if len(lines) > 1:

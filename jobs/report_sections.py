@@ -6,6 +6,7 @@ Knows no HTML and no files.
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 import msgspec
@@ -26,7 +27,7 @@ MAX_BARS = 15
 MAX_MATRIX_CLASSES = 20
 MAX_SHOWN_CHARS = 240
 MAX_SHOWN_INPUTS = 100
-NUM_BINS = 60  # of a timeline
+MAX_BINS, MIN_BIN_S = 60, 2.0  # of a timeline: a machine is looked at once a second
 NUM_CALIBRATION_BINS = 10
 QUANTILES = (0.5, 0.95, 0.99, 1.0)
 J_PER_KWH = 3.6e6
@@ -117,13 +118,21 @@ def describe_gold(column: str, gold: Gold) -> dict[str, Any]:
     share = percent(gold.num_equal, gold.num_compared)
     return {
         "column": column,
-        "sentence": f"Accuracy {share}: {number(gold.num_equal)} of {number(gold.num_compared)} labelled rows; "
-        f"{number(gold.num_unlabelled)} rows with a known label got none.",
+        "sentence": f"Accuracy {share}: {number(gold.num_equal)} of {number(gold.num_compared)} labelled rows"
+        f"{_describe_constant(known)}; {number(gold.num_unlabelled)} rows with a known label got none.",
         "classes": classes[:MAX_CHARTED_CLASSES],
         "names": [shorten(name) for name in few],
         "matrix": matrix,
         **_describe_calibration(gold),
     }
+
+
+def _describe_constant(known: Counter[str]) -> str:
+    """What always the same answer would reach, where known labels are few: no model is worth less than that."""
+    if not 1 < len(known) <= known.total() // 2:
+        return ""
+    name, count = known.most_common(1)[0]
+    return f" (always {shorten(name)!r}: {percent(count, known.total())})"
 
 
 def _class_row(name: str, both: int, known: int, given: int) -> tuple[str, ...]:
@@ -211,7 +220,7 @@ def describe_speed(throughput: Throughput | None) -> list[tuple[str, str]]:
         ("output tokens", f"{throughput.num_output_tokens / busy_s:,.1f} a second"),
         ("prompt tokens", f"{throughput.num_prompt_tokens / busy_s:,.1f} a second, cached ones included"),
         ("draft tokens accepted", drafts),
-        ("machines", f"{number(throughput.num_workers)} worker processes on {throughput.hardware}"),
+        ("machines", f"{counted(throughput.num_workers, 'worker')} on {throughput.hardware}"),
     ]
 
 
@@ -232,8 +241,9 @@ def draw_timelines(chunks: Sequence[Provenance]) -> list[Figure]:
     if not chunks:
         return []
     start, end = min(c.started_s for c in chunks), max(c.finished_s for c in chunks)
-    edges = np.linspace(start, end, NUM_BINS + 1)
-    rates = np.zeros(NUM_BINS)
+    num_bins = int(min(MAX_BINS, max(1.0, (end - start) / MIN_BIN_S)))
+    edges = np.linspace(start, end, num_bins + 1)
+    rates = np.zeros(num_bins)
     for chunk in chunks:
         overlap = np.minimum(edges[1:], chunk.finished_s) - np.maximum(edges[:-1], chunk.started_s)
         rates += np.maximum(0, overlap) * chunk.num_asked / (chunk.finished_s - chunk.started_s)
@@ -316,9 +326,9 @@ def describe_lineage(job: Job, chunks: Sequence[Provenance], success: Success | 
         ("sampling", _pairs(sampling)),
         ("seed, tries", f"{spec.seed}, {spec.retry.max_attempts}"),
         ("prompt", _describe_prompt(spec)),
-        ("input", f"{number(len(spec.inputs))} files, {number(size_bytes)} bytes, {number(job.num_rows)} rows"),
-        ("submitted", job.created),
-        ("ended", success.finished if success else "not yet"),
+        ("input", f"{counted(len(spec.inputs), 'file')}, {number(size_bytes)} bytes, {counted(job.num_rows, 'row')}"),
+        ("submitted", moment(job.created)),
+        ("ended", moment(success.finished) if success else "not yet"),
         ("workers", ", ".join(sorted({chunk.worker for chunk in chunks}))),
         ("devices", ", ".join(sorted({f"{chunk.device} ({chunk.hardware})" for chunk in chunks}))),
         ("versions", "; ".join(sorted({_pairs(chunk.versions) for chunk in chunks}))),
@@ -349,6 +359,16 @@ def list_sources(job: Job) -> list[tuple[str, str]]:
 def number(value: float) -> str:
     """A whole number for people."""
     return f"{int(value):,}"
+
+
+def counted(value: float, noun: str) -> str:
+    """A number of things."""
+    return f"{number(value)} {noun}{'' if value == 1 else 's'}"
+
+
+def moment(text: str) -> str:
+    """A time of ISO 8601 for people, to the second."""
+    return f"{datetime.fromisoformat(text).astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
 def percent(part: float, whole: float) -> str:

@@ -156,7 +156,10 @@ class _Collector:
         confidences = part[names.confidence].to_pylist()
         self._confidences.append(part[names.confidence].drop_null().to_numpy())
         places = [Place(chunk.index, chunk.start_row + offset) for offset in range(len(statuses))]
-        self._add_least_certain(places, statuses, labels, confidences)
+        is_twin = pc.fill_null(pc.equal(pc.struct_field(meta, "copied_from"), self._job.job_id), False).to_pylist()
+        self._add_least_certain(
+            places, statuses, labels, [None if t else c for c, t in zip(confidences, is_twin, strict=True)]
+        )
         for offset, status in enumerate(statuses):
             if status not in LABELLED and status is not RowStatus.SKIPPED:
                 self._add_failure(places[offset], status, raws[offset], errors[offset])
@@ -175,6 +178,7 @@ class _Collector:
     def _add_least_certain(
         self, places: list[Place], statuses: list[RowStatus], labels: list[Any], confidences: list[float | None]
     ) -> None:
+        """``confidences`` are None for rows that are not to be shown: what several ask is shown once."""
         known = [
             (confidence, places[offset], offset)
             for offset, confidence in enumerate(confidences)

@@ -1,22 +1,35 @@
 """The report: its numbers are those of the Parquet files, counted anew; a real browser shows it without complaint."""
 
 import math
+import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
+import msgspec
 import pyarrow.parquet as pq
 import pytest
 
 from jobs.job import Job
 from jobs.report import ensure_report, find_previous, render_report, write_report
+from jobs.report_sections import counted, draw_timelines, moment
 from jobs.store import open_store
-from schemas.records import Sampling, Thinking
+from schemas.records import Completion, Label, Request, Sampling, Thinking
 from schemas.settings import JobsSettings, Settings
-from tests.jobs.report_jobs import ROUTES, make_night
-from tests.tiny_jobs import YES_NO, Answer, ScriptedEngine, json_schema, make_job, prompt_of, run_job, write_input
+from tests.jobs.report_jobs import ROUTES, make_night, provenance
+from tests.tiny_jobs import (
+    YES_NO,
+    Answer,
+    ScriptedEngine,
+    completion,
+    json_schema,
+    make_job,
+    prompt_of,
+    run_job,
+    write_input,
+)
 
 SETTINGS = JobsSettings(gpu_hour_price=3.5, currency="EUR")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -120,7 +133,12 @@ def test_agreement_with_gold_is_that_of_the_output(nights: tuple[Job, Job], page
     rows = output_rows(nights[1])
     pairs = [(row["route"], row["label"]["route"]) for row in labelled(rows) if row["route"] is not None]
     num_equal = sum(gold == label for gold, label in pairs)
-    assert any(f"Accuracy {share(num_equal, len(pairs))}: {num_equal} of {len(pairs)}" in text for text in page.texts)
+    (told,) = (text for text in page.texts if text.startswith("Accuracy"))
+    assert told.startswith(
+        f"Accuracy {share(num_equal, len(pairs))}: {num_equal} of {len(pairs)} labelled rows (always "
+    )
+    ((commonest, count),) = Counter(known for known, _ in pairs).most_common(1)
+    assert f"(always {commonest!r}: {share(count, len(pairs))})" in told
     classes = {row[0]: row[1:] for row in page.tables["Beside the known labels (route)"][1:]}
     matrix = page.tables["Known (rows) and given (columns)"]
     for route in ROUTES:
@@ -143,6 +161,32 @@ def test_the_least_certain_rows_are_the_least_certain(nights: tuple[Job, Job], p
     certain = sorted((row["label_confidence"], row["text"]) for row in labelled(output_rows(nights[1])))
     shown = page.tables["The 20 least certain rows"][1:]
     assert [(row[0], row[2]) for row in shown] == [(f"{value:.3f}", text) for value, text in certain[:20]]
+
+
+def test_what_several_rows_ask_is_shown_once_among_the_least_certain(tmp_path: Path) -> None:
+    path = write_input(tmp_path / "in.parquet", {"text": ["a", "b", "a", "a"]})
+
+    def answer(request: Request) -> Completion:
+        label = Label(path="", text="yes", probability=0.4 if prompt_of(request) == "a" else 0.5)
+        return msgspec.structs.replace(completion(request, "yes"), labels=(label,))
+
+    job = run_job(make_job(tmp_path, [path], prompt_column="text", constraint=YES_NO), ScriptedEngine(answer))
+    shown = Page(render_report(job, SETTINGS)).tables["The 2 least certain rows"][1:]
+    assert [(row[0], row[2]) for row in shown] == [("0.400", "a"), ("0.500", "b")]
+
+
+def test_a_job_of_seconds_has_timelines_that_can_be_seen() -> None:
+    found = [provenance(0, [])]
+    for seconds in (1.5, 5.0):
+        figures = draw_timelines([msgspec.structs.replace(found[0], finished_s=found[0].started_s + seconds)])
+        (running,) = (figure.svg for figure in figures if figure.title == "Sequences in the batch")
+        points = re.findall(r"<use ", running.partition("clip-path")[2])
+        assert len(points) >= int(seconds / 2), "no sample is drawn"
+
+
+def test_moments_and_counts_are_written_for_people() -> None:
+    assert moment("2026-12-01T01:12:49.366+01:00") == "2026-12-01 00:12:49 UTC"
+    assert (counted(1, "file"), counted(1200, "file")) == ("1 file", "1,200 files")
 
 
 def test_failures_are_counted_by_kind_with_examples(nights: tuple[Job, Job], page: Page) -> None:

@@ -210,12 +210,25 @@ def _raw_lines(source: pa.NativeFile, uri: str) -> Iterator[bytes]:
             data, first = data.removeprefix(b"\xef\xbb\xbf"), False
             if data.lstrip().startswith(b"["):
                 raise InputDataError(f"{uri} is one JSON array: write one object a line")
+            if _is_one_object(data):
+                raise InputDataError(f"{uri} is one JSON object: write one on each line (a schema goes with --schema)")
         *lines, rest = data.split(b"\n")
         yield from (line for line in lines if line.strip())
         if len(rest) > MAX_LINE_BYTES:
             raise InputDataError(f"{uri} has a line of more than {MAX_LINE_BYTES >> 20} MiB: is it a file of lines?")
     if rest.strip():
         yield rest
+
+
+def _is_one_object(data: bytes) -> bool:
+    """Whether the file's beginning is all of it, and one object that is spread over lines."""
+    if b"\n" not in data.strip() or not data.lstrip().startswith(b"{"):
+        return False
+    try:
+        msgspec.json.decode(data, type=dict[str, msgspec.Raw])  # of JSON lines it reads the first
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _decompressed(source: pa.NativeFile, uri: str) -> Iterator[bytes]:

@@ -145,6 +145,15 @@ def test_a_json_array_is_refused_with_what_to_do(tmp_path: Path) -> None:
         scan_inputs([str(tmp_path / "in.json")])
 
 
+def test_a_schema_that_was_taken_for_data_is_named(tmp_path: Path) -> None:
+    (tmp_path / "route.json").write_text('{\n  "type": "object",\n  "required": []\n}\n')
+    with pytest.raises(InputDataError, match=r"write one on each line \(a schema goes with --schema\)"):
+        scan_inputs([str(tmp_path / "route.json")])
+    for text in ('{"text": "a"}\n', '{"text": "a"}\n{"text": "b"}', '{"text":\n{"text": "b"}\n'):
+        (tmp_path / "rows.jsonl").write_text(text)
+        assert scan_inputs([str(tmp_path / "rows.jsonl")]).schema.names == ["text"]
+
+
 def test_a_directory_is_read_in_one_format(tmp_path: Path) -> None:
     write_input(tmp_path / "data" / "a.parquet", {"a": [1]})
     (tmp_path / "data" / "labels.csv").write_text("x\n")

@@ -22,10 +22,10 @@ class NightlyScheduler(Scheduler):  # type: ignore[misc]
     def setup_schedule(self) -> None:
         """Read the schedules; wrong ones end the process."""
         settings = self.app.settings
+        configure_logging(settings.log.level, settings.log.format)  # Celery does so later
         try:
             self._beat = Beat(settings)
         except NightmillError as error:
-            configure_logging(settings.log.level, settings.log.format)
             log.error("beat_cannot_start", reason=str(error))
             sys.exit(error.exit_code)
 

@@ -52,6 +52,7 @@ def test_two_beats_start_one_job_for_a_slot_and_end_on_sigterm(lab: Lab) -> None
 def test_beat_without_schedules_waits_and_with_wrong_ones_says_so(lab: Lab) -> None:
     beat = start_beat(lab, "idle")
     until(lambda: "beat: Waking up" in log_of(lab, "idle"), "beat's first tick")
+    assert '"event": "no_schedules"' in log_of(lab, "idle")  # in JSON, as its other events
     beat.terminate()
     assert beat.wait(timeout=20) == 0, log_of(lab, "idle")
     Path(lab.path / "schedules.toml").write_text("[tickets]\ncron = 'never'")

@@ -3,7 +3,7 @@
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -12,6 +12,8 @@ from ops.bench.workloads import DEFAULT_QUESTIONS, FORECAST_JOBS, SHAPES, WORKLO
 from schemas.errors import NightmillError
 from schemas.log import configure_logging
 from schemas.settings import Settings
+
+PEERS = ("transformers", "openvino")
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -22,8 +24,9 @@ def main() -> None:
 @main.command()
 @click.option("--cpu", is_flag=True, help="Run both systems on the CPU even where there is a GPU.")
 @click.option(
-    "--workload", type=click.Choice(["a", "b"]), default="a", show_default=True, help="a: route and reason; b: route."
-)
+    "--workload", "workloads", type=click.Choice(["a", "b"]), multiple=True, default=("a",), show_default=True,
+    help="a: route and reason; b: route.",
+)  # fmt: skip
 @click.option("--rows", "num_rows", default=64, show_default=True, type=click.IntRange(min=1), help="Rows of a run.")
 @click.option(
     "--repeats", default=3, show_default=True, type=click.IntRange(min=1), help="Runs of each system, in turns."
@@ -33,6 +36,10 @@ def main() -> None:
 @click.option(
     "--batch", "batch_rows", default=32, show_default=True, type=click.IntRange(min=1), help="Rows of a static batch."
 )
+@click.option(
+    "--peer", "peers", multiple=True, metavar="NAME[=PYTHON]", default=("transformers",), show_default=True,
+    help="transformers; openvino with a Python that has openvino-genai and optimum-intel.",
+)  # fmt: skip
 @click.option("--no-peer", is_flag=True, help="Measure our engine only.")
 @click.option(
     "--data",
@@ -40,14 +47,18 @@ def main() -> None:
     type=click.Path(path_type=Path),
     help="Directory of prompts.jsonl and schema_*.json.",
 )
-def engine(cpu: bool, no_peer: bool, **options: Any) -> None:
-    """Our engine against static batches of transformers with xgrammar, side by side on the same rows."""
+def engine(
+    cpu: bool, no_peer: bool, workloads: tuple[Literal["a", "b"], ...], peers: tuple[str, ...], **options: Any
+) -> None:
+    """Our engine beside its peers, in turns on the same rows."""
     from ops.bench.engine import EngineBench, run_engine_bench
 
     device = "cpu" if cpu or not _has_cuda() else "cuda"
-    bench = EngineBench(device=device, has_peer=not no_peer, **options)
-    for line in run_engine_bench(bench, _settings()):
-        click.echo(line)
+    pythons = {} if no_peer else _pythons(peers)
+    for workload in workloads:
+        bench = EngineBench(device=device, workload=workload, peers=pythons, **options)
+        for line in run_engine_bench(bench, _settings()):
+            click.echo(line)
 
 
 @main.command()
@@ -246,6 +257,14 @@ def table() -> None:
 
     for line in write_table():
         click.echo(line)
+
+
+def _pythons(peers: tuple[str, ...]) -> dict[str, Path | None]:
+    """NAME or NAME=PYTHON by name."""
+    pythons = {name: Path(python) if python else None for name, _, python in (peer.partition("=") for peer in peers)}
+    if unknown := pythons.keys() - {*PEERS}:
+        raise click.BadParameter(f"unknown peer {', '.join(sorted(unknown))}: known are {', '.join(PEERS)}")
+    return pythons
 
 
 def _engine_fields(settings: tuple[str, ...]) -> dict[str, Any]:

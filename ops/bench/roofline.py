@@ -6,17 +6,23 @@ Counts each prompt token that no row before it had, and each step that the longe
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 BYTES = 2  # of a bfloat16
 MATMUL_SIZE = 8192
+CPU_MATMUL_SIZES = (1024, 2048, 4096)
+CPU_REPEATS = 5
 COPY_BYTES = 2**31
 SPARSE_RATE = 4  # of DeepSeek V4's layers with an index
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device reaches: bf16 matmul of 8192 x 8192 matrices, and bytes read plus written by a large copy."""
+    """What a device reaches: bf16 matmul of 8192 x 8192 matrices, and bytes read plus written by a large copy.
+
+    A CPU's: the best of some smaller sizes, a few times each, by a weight in oneDNN's own layout.
+    """
 
     flops_per_s: float
     bytes_per_s: float
@@ -31,15 +37,41 @@ class RowWork:
     num_output: int
 
 
-def measure_rates(repeats: int = 20) -> Rates | None:
-    """Measure the first GPU; None without one. Frees what it took."""
+def measure_rates(device: str = "cuda", repeats: int = 20) -> Rates | None:
+    """Measure the CPU or the first GPU; None without one. Frees what it took."""
     import torch
 
+    if device == "cpu":
+        return _cpu_rates()
     if not torch.cuda.is_available():
         return None
     rates = Rates(2 * MATMUL_SIZE**3 / _matmul_seconds(repeats), 2 * COPY_BYTES / _copy_seconds(repeats))
     torch.cuda.empty_cache()
     return rates
+
+
+def _cpu_rates() -> Rates:
+    import torch
+
+    from kernels.reference import ReferenceKernels
+
+    kernels = ReferenceKernels(torch.device("cpu"), torch.bfloat16)
+    flops_per_s = 0.0
+    for size in CPU_MATMUL_SIZES:
+        rows, packed = torch.randn(size, size).bfloat16(), kernels.pack_weight(torch.randn(size, size).bfloat16())
+        flops_per_s = max(flops_per_s, 2 * size**3 / _best_seconds(partial(kernels.linear, rows, packed)))
+    source, target = (torch.ones(COPY_BYTES // 8, dtype=torch.uint8) for _ in range(2))
+    return Rates(flops_per_s, 2 * len(source) / _best_seconds(lambda: target.copy_(source)))
+
+
+def _best_seconds(operation: Callable[[], Any]) -> float:
+    operation()
+    times = []
+    for _ in range(CPU_REPEATS):
+        start = time.perf_counter()
+        operation()
+        times.append(time.perf_counter() - start)
+    return min(times)
 
 
 def _matmul_seconds(repeats: int) -> float:
@@ -95,7 +127,7 @@ class Costs:
         head_parameters = hidden * config["vocab_size"]
         dense = 3 * hidden * config["intermediate_size"]
         if "kv_lora_rank" not in config:
-            head, kv_heads = config["head_dim"], config["num_key_value_heads"]
+            head, kv_heads = config.get("head_dim") or hidden // heads, config["num_key_value_heads"]
             attention = hidden * head * (2 * heads + 2 * kv_heads)
             cache_bytes = 2 * BYTES * layers * kv_heads * head
             return cls(layers * (attention + dense), head_parameters, layers * heads * head, cache_bytes)

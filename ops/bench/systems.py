@@ -1,6 +1,6 @@
-"""The two systems that the engine benchmark compares: our engine, and static batches of transformers with xgrammar.
+"""Two systems that the engine benchmark compares: our engine, and static batches of transformers with xgrammar.
 
-Both get token ids and return, row by row, the text and its token ids without the end token. Knows no clock.
+Each gets token ids and returns, row by row, the text and its token ids without the end token. Knows no clock.
 """
 
 import shutil
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from engine.client import EngineClient
+from ops.bench.roofline import RowWork
 from ops.bench.tickets import TicketWorkload
 from schemas.errors import ModelError
 from schemas.model_files import resolve_model
@@ -38,6 +39,9 @@ class System(Protocol):
 
     name: str
 
+    def warm_up(self, workload: TicketWorkload) -> None:
+        """Compile the constraint and touch every weight, with prompts that share nothing with the workload's."""
+
     def run(self, workload: TicketWorkload) -> list[Answer]:
         """Answer every row, in order."""
 
@@ -50,6 +54,8 @@ class Nightmill:
     def __init__(self, client: EngineClient, eos_token_id: int) -> None:
         self._client = client
         self._eos_token_id = eos_token_id
+        self.kernels = client.hello.kernels
+        self.works: list[RowWork] = []  # of the last run
 
     def warm_up(self, workload: TicketWorkload) -> None:
         """Compile the constraint and touch every weight."""
@@ -70,6 +76,9 @@ class Nightmill:
         ]
         futures = [self._client.submit(request, workload.constraint) for request in requests]
         completions = [future.result() for future in futures]
+        self.works = [
+            RowWork(done.num_prompt_tokens, done.num_cached_tokens, len(done.token_ids)) for done in completions
+        ]
         return [
             Answer(done.text, sum(token != self._eos_token_id for token in done.token_ids), str(done.finish_reason))
             for done in completions

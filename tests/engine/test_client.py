@@ -327,8 +327,7 @@ def test_replicas_share_the_rows_and_each_has_its_credits() -> None:
         assert [future.result(DEADLINE_S).text for future in futures] == [f"row {index}|7|None" for index in range(40)]
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(("victim", "number"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)])
 def test_a_rank_that_dies_or_hangs_takes_the_engine_along_and_no_row_is_lost(
     victim: int, number: signal.Signals
 ) -> None:

@@ -111,7 +111,7 @@ ASKED = [
     ask(20 * i + 10 * j + k, end, num_tokens, constraint=constraint)
     for i, end in enumerate(ENDS)
     for j, constraint in enumerate((None, ROUTE))
-    for k, num_tokens in enumerate((1, 2, 3, 4, 5, 8, 13, 21, 34, 55))
+    for k, num_tokens in enumerate((1, 2, 3, 5, 8, 21, 55))
 ]
 
 
@@ -179,9 +179,9 @@ def test_a_row_thinks_as_a_free_one_and_answers_as_one_whose_prompt_ends_with_th
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_thinking_row_is_the_same_in_every_arrangement(temperature: float) -> None:
     asked = [
-        ask(i, end, num_tokens, constraint=constraint, temperature=temperature, stop=("z",))
+        ask(i, end, num_tokens, constraint=constraint, answer=40, temperature=temperature, stop=("z",))
         for i, (end, num_tokens, constraint) in enumerate(
-            (end, num_tokens, constraint) for end in ENDS for num_tokens in (2, 25) for constraint in (None, ROUTE)
+            (end, num_tokens, constraint) for end in ENDS for num_tokens in (2, 13) for constraint in (None, ROUTE)
         )
     ]
 
@@ -221,7 +221,7 @@ def test_on_a_gpu_steps_launched_ahead_change_no_thought_and_no_answer(
 
 
 def test_preemption_while_thinking_keeps_what_was_thought() -> None:
-    asked = [ask(i, "#!", 40, constraint=ROUTE, answer=70) for i in range(12)]
+    asked = [ask(i, "#!", 30, constraint=ROUTE, answer=45) for i in range(10)]
     engine = make_engine(LIKELY, num_blocks=60, max_model_len=160, overlap=True)
     engine.add_constraint(ROUTE)
     for request in asked:

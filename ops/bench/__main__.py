@@ -15,6 +15,19 @@ from schemas.settings import Settings
 
 PEERS = ("transformers", "openvino")
 
+# Of several benchmarks:
+shape_option = click.option("--shape", type=click.Choice(list(SHAPES)), default="Qwen3-0.6B", show_default=True)
+questions_option = click.option(
+    "--questions", default=DEFAULT_QUESTIONS, type=click.Path(path_type=Path), help="banking77.parquet."
+)
+tokenizer_option = click.option(
+    "--tokenizer", type=click.Path(path_type=Path, exists=True), help="Default: the demo model's."
+)
+settings_option = click.option(
+    "--set", "settings", multiple=True, metavar="NAME=VALUE", help="An engine setting, as JSON."
+)
+commit_option = click.option("--commit", help="Recorded with the result where this machine has no checkout.")
+
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 def main() -> None:
@@ -119,14 +132,14 @@ def masks(**options: Any) -> None:
 
 
 @main.command()
-@click.option("--shape", type=click.Choice(list(SHAPES)), default="Qwen3-0.6B", show_default=True)
+@shape_option
 @click.option("--workload", "workloads", type=click.Choice(WORKLOADS), multiple=True, default=WORKLOADS)
 @click.option("--repeats", default=3, show_default=True, type=click.IntRange(min=1))
 @click.option("--quantization", type=click.Choice(["none", "fp8"]), default="none", show_default=True)
-@click.option("--questions", default=DEFAULT_QUESTIONS, type=click.Path(path_type=Path), help="banking77.parquet.")
-@click.option("--tokenizer", type=click.Path(path_type=Path, exists=True), help="Default: the demo model's.")
-@click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="An engine setting, as JSON.")
-@click.option("--commit", help="Recorded with the result where this machine has no checkout.")
+@questions_option
+@tokenizer_option
+@settings_option
+@commit_option
 def labelling(settings: tuple[str, ...], commit: str | None, **options: Any) -> None:
     """Our engine on free, route, extract and extract's prefill, over a model shape with random weights."""
     from ops.bench.labelling import LabellingBench, run_labelling_bench
@@ -138,13 +151,13 @@ def labelling(settings: tuple[str, ...], commit: str | None, **options: Any) -> 
 
 
 @main.command()
-@click.option("--shape", type=click.Choice(list(SHAPES)), default="Qwen3-0.6B", show_default=True)
+@shape_option
 @click.option("--workload", "workloads", type=click.Choice(WORKLOADS), multiple=True, default=("free", "extract"))
 @click.option("--repeats", default=1, show_default=True, type=click.IntRange(min=1))
-@click.option("--questions", default=DEFAULT_QUESTIONS, type=click.Path(path_type=Path), help="banking77.parquet.")
-@click.option("--tokenizer", type=click.Path(path_type=Path, exists=True), help="Default: the demo model's.")
-@click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="An engine setting, as JSON.")
-@click.option("--commit", help="Recorded with the result where this machine has no checkout.")
+@questions_option
+@tokenizer_option
+@settings_option
+@commit_option
 def deterministic(settings: tuple[str, ...], commit: str | None, **options: Any) -> None:
     """What --deterministic costs, and whether answers then still depend on their batch."""
     from ops.bench.deterministic import DeterministicBench, run_deterministic_bench
@@ -156,10 +169,10 @@ def deterministic(settings: tuple[str, ...], commit: str | None, **options: Any)
 
 
 @main.command()
-@click.option("--questions", default=DEFAULT_QUESTIONS, type=click.Path(path_type=Path), help="banking77.parquet.")
-@click.option("--tokenizer", type=click.Path(path_type=Path, exists=True), help="Default: the demo model's.")
+@questions_option
+@tokenizer_option
 @click.option("--limit", "limit_s", default=460.0, show_default=True, help="Seconds; what does not fit is left out.")
-@click.option("--commit", help="Recorded with the result where this machine has no checkout.")
+@commit_option
 def ranks(commit: str | None, **options: Any) -> None:
     """Two GPUs against one: exchange of rows, engines, equal tokens. Written after each part."""
     from ops.bench.ranks import RanksBench, run_ranks_bench
@@ -175,10 +188,10 @@ def ranks(commit: str | None, **options: Any) -> None:
     "--ranks", "counts", multiple=True, type=click.IntRange(min=1), help="Default: 1, 2, 4, 8, as GPUs allow."
 )
 @click.option("--mtp", "drafts", multiple=True, metavar="NAME=VALUE", help="Engine settings that draft, as JSON.")
-@click.option("--questions", default=DEFAULT_QUESTIONS, type=click.Path(path_type=Path), help="banking77.parquet.")
-@click.option("--tokenizer", type=click.Path(path_type=Path, exists=True), help="Default: the demo model's.")
+@questions_option
+@tokenizer_option
 @click.option("--limit", "limit_s", default=580.0, show_default=True, help="Seconds; what does not fit is left out.")
-@click.option("--commit", help="Recorded with the result where this machine has no checkout.")
+@commit_option
 def scale(drafts: tuple[str, ...], commit: str | None, **options: Any) -> None:
     """A slice of DeepSeek-V3 in fp8 on 1, 2, 4, 8 GPUs: exchange, speed, expert balance. Written after each part."""
     from ops.bench.scale import ScaleBench, run_scale_bench
@@ -214,10 +227,10 @@ def pipeline(sizes: tuple[int, ...]) -> None:
 
 
 @main.command()
-@click.option("--shape", type=click.Choice(list(SHAPES)), default="Qwen3-0.6B", show_default=True)
-@click.option("--questions", default=DEFAULT_QUESTIONS, type=click.Path(path_type=Path), help="banking77.parquet.")
-@click.option("--tokenizer", type=click.Path(path_type=Path, exists=True), help="Default: the demo model's.")
-@click.option("--commit", help="Recorded with the result where this machine has no checkout.")
+@shape_option
+@questions_option
+@tokenizer_option
+@commit_option
 def steps(shape: str, questions: Path, tokenizer: Path | None, commit: str | None) -> None:
     """What our engine's steps compute on route, and how busy they keep a GPU on free."""
     from ops.bench.steps import run_steps_bench
@@ -228,7 +241,7 @@ def steps(shape: str, questions: Path, tokenizer: Path | None, commit: str | Non
 
 
 @main.command()
-@click.option("--commit", help="Recorded with the result where this machine has no checkout.")
+@commit_option
 def kernels(commit: str | None) -> None:
     """Each kernel backend at DeepSeek's sizes: against the GPU's limit, and against the reference's result."""
     from ops.bench.kernels import run_kernels_bench
@@ -238,7 +251,7 @@ def kernels(commit: str | None) -> None:
 
 
 @main.command("gpu-tests")
-@click.option("--commit", help="Recorded with the result where this machine has no checkout.")
+@commit_option
 @click.option("--processes", default=1, show_default=True, type=click.IntRange(min=1), help="Of pytest-xdist.")
 def gpu_tests(commit: str | None, processes: int) -> None:
     """All tests that need a GPU, and those of the kernels; exit code 1 if one fails."""

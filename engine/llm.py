@@ -51,6 +51,7 @@ SCHEMA_TYPES = {
     "choice": ConstraintKind.CHOICE,
 }
 GREEDY_BELOW = 1e-5  # temperatures under it are greedy, as in DeepInfer
+HEARTBEAT_S = 1.5  # after which the statistics of an engine without work are those of its last step
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from engine.llm import LLM, SamplingParams
+from engine.llm import HEARTBEAT_S, LLM, SamplingParams
 from ops.bench.labelling import WARM_UP_ROWS, count_valid, load_workload, model_directory, sampling_params
 from ops.bench.measurement import write_result
 from schemas.errors import NightmillError
@@ -21,7 +21,6 @@ from schemas.records import LoadFormat
 DECODE = "decode "
 """A work's name begins so, and ends with the rows of each replica."""
 PROMPT_TOKENS, DECODED_TOKENS = 256, 64
-HEARTBEAT_S = 1.5  # after which an engine's statistics are those of its last step
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-from ops.bench.systems import WARM_UP_PROMPTS, WARM_UP_TOKENS, Answer
+from ops.bench.systems import Answer, System
 from ops.bench.tickets import TicketWorkload
 from schemas.errors import NightmillError
 
@@ -24,22 +24,14 @@ class PeerAbsentError(NightmillError):
     """A peer that this machine cannot run; the message is the last thing that it said."""
 
 
-class PeerProcess:
-    """Implements System."""
+class PeerProcess(System):
+    """The peer behind its pipe."""
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         assert process.stdin is not None
         assert process.stdout is not None
         self._requests, self._answers = process.stdin, process.stdout
         self.name: str = self._receive()["system"]
-
-    def warm_up(self, workload: TicketWorkload) -> None:
-        """Compile the grammar and touch every weight."""
-        self._generate(WARM_UP_PROMPTS, workload, WARM_UP_TOKENS)
-
-    def run(self, workload: TicketWorkload) -> list[Answer]:
-        """Hand over all rows at once."""
-        return self._generate(workload.prompts, workload, workload.max_tokens)
 
     def _generate(
         self, prompts: tuple[tuple[int, ...], ...], workload: TicketWorkload, max_tokens: int

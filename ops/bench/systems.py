@@ -5,11 +5,12 @@ Each gets token ids and returns, row by row, the text and its token ids without 
 
 import shutil
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from engine.client import EngineClient
 from ops.bench.roofline import RowWork
@@ -34,19 +35,26 @@ class Answer:
     finish_reason: str
 
 
-class System(Protocol):
+class System(ABC):
     """A loaded model that can run a workload once."""
 
     name: str
 
     def warm_up(self, workload: TicketWorkload) -> None:
         """Compile the constraint and touch every weight, with prompts that share nothing with the workload's."""
+        self._generate(WARM_UP_PROMPTS, workload, WARM_UP_TOKENS)
 
     def run(self, workload: TicketWorkload) -> list[Answer]:
-        """Answer every row, in order."""
+        """Answer every row, in order: all are handed over at once, the system holds back what it has no room for."""
+        return self._generate(workload.prompts, workload, workload.max_tokens)
+
+    @abstractmethod
+    def _generate(
+        self, prompts: tuple[tuple[int, ...], ...], workload: TicketWorkload, max_tokens: int
+    ) -> list[Answer]: ...
 
 
-class Nightmill:
+class Nightmill(System):
     """Our engine behind its client, as a worker uses it."""
 
     name = "nightmill"
@@ -56,14 +64,6 @@ class Nightmill:
         self._eos_token_id = eos_token_id
         self.kernels = client.hello.kernels
         self.works: list[RowWork] = []  # of the last run
-
-    def warm_up(self, workload: TicketWorkload) -> None:
-        """Compile the constraint and touch every weight."""
-        self._generate(WARM_UP_PROMPTS, workload, WARM_UP_TOKENS)
-
-    def run(self, workload: TicketWorkload) -> list[Answer]:
-        """Submit all rows at once; the client holds back what the engine has no room for."""
-        return self._generate(workload.prompts, workload, workload.max_tokens)
 
     def _generate(
         self, prompts: tuple[tuple[int, ...], ...], workload: TicketWorkload, max_tokens: int
@@ -100,7 +100,7 @@ def nightmill(
         client.stop()
 
 
-class StaticBatches:
+class StaticBatches(System):
     """transformers' generate over left-padded batches in input order, masked by xgrammar's own logits processor."""
 
     def __init__(self, directory: Path, dtype: str, device: str, num_threads: int, batch_rows: int) -> None:
@@ -120,10 +120,6 @@ class StaticBatches:
         info = xgrammar.TokenizerInfo.from_huggingface(self._tokenizer, vocab_size=vocab_size)
         self._compiler = xgrammar.GrammarCompiler(info)
         self.eos_token_id: int = self._tokenizer.eos_token_id
-
-    def warm_up(self, workload: TicketWorkload) -> None:
-        """Compile the grammar and touch every weight."""
-        self._generate(WARM_UP_PROMPTS, workload, WARM_UP_TOKENS)
 
     def run(self, workload: TicketWorkload) -> list[Answer]:
         """Generate batch by batch."""

@@ -32,9 +32,10 @@ class Speed(NamedTuple):
     commit: str
 
 
-def read_speeds(results: Path = RESULTS) -> list[Speed]:
-    """What was measured, in the table's order; a workload without a result file is left out."""
-    return list(_speeds(results, _read(results / "engine-peers.json")))
+def read_speeds(results: Path = RESULTS) -> tuple[str, list[Speed]]:
+    """The peer, and what was measured in the table's order; a workload without a result file is left out."""
+    peers = _read(results / "engine-peers.json")
+    return peers["system"], list(_speeds(results, peers))
 
 
 def engine_table(speeds: list[Speed], peer: str) -> str:
@@ -78,7 +79,7 @@ def engine_chart(speeds: list[Speed], peer: str) -> str:
 
 def write_table(readme: Path = README, results: Path = RESULTS) -> list[str]:
     """Put the table into README and the chart beside the results; returns the lines to print. Raises InputDataError."""
-    speeds, peer = read_speeds(results), _read(results / "engine-peers.json")["system"]
+    peer, speeds = read_speeds(results)
     before, start, rest = readme.read_text().partition(START)
     _, end, after = rest.partition(END)
     if not (start and end):

@@ -35,7 +35,9 @@ def test_speeds_stand_beside_the_peers_in_the_workloads_unit(tmp_path: Path) -> 
     write_result(
         tmp_path, "Qwen3-8B", "free", rows_per_s=1, output_tokens_per_s=9876.5, roofline={"share_of_bound": 0.72}
     )
-    assert [each[:5] for each in read_speeds(tmp_path)] == [
+    peer, speeds = read_speeds(tmp_path)
+    assert peer == "Peer 1"
+    assert [each[:5] for each in speeds] == [
         ("route", "Qwen3-8B", 820.4, 200, None),
         ("free", "Qwen3-8B", 9876.5, None, 0.72),
     ]

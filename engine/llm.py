@@ -6,6 +6,7 @@ reason, in prompt order, and an unknown argument is an error.
 
 import itertools
 import json
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -51,7 +52,7 @@ SCHEMA_TYPES = {
     "choice": ConstraintKind.CHOICE,
 }
 GREEDY_BELOW = 1e-5  # temperatures under it are greedy, as in DeepInfer
-HEARTBEAT_S = 1.5  # after which the statistics of an engine without work are those of its last step
+HEARTBEAT_S = 1.5  # in which an engine without work sends one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,9 +203,9 @@ class LLM:
         """What the engine process said of itself: device, kernels and why, longest sequence."""
         return self._client.hello
 
-    @property
-    def stats(self) -> Heartbeat | None:
-        """What the engine counted until its last heartbeat, at most a second ago while it works."""
+    def settled_stats(self) -> Heartbeat | None:
+        """Wait for the heartbeat that an engine without work sends, and return what was counted until its last step."""
+        time.sleep(HEARTBEAT_S)
         return self._client.stats
 
     def close(self) -> None:

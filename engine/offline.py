@@ -17,7 +17,7 @@ import click
 import msgspec
 
 from engine.frames import Heartbeat
-from engine.llm import HEARTBEAT_S, LLM, SamplingParams
+from engine.llm import LLM, SamplingParams
 from schemas.errors import InputDataError, NightmillError
 from schemas.log import configure_logging
 from schemas.records import Completion, FinishReason
@@ -136,10 +136,9 @@ def show_engine(llm: LLM) -> None:
     click.echo(f"engine: {llm.hello.device}, longest sequence {llm.hello.max_model_len} tokens")
     for operation, backend, reason in llm.hello.kernels:
         click.echo(f"  {operation}: {backend} ({reason})")
-    time.sleep(HEARTBEAT_S)
-    if llm.stats:
-        click.echo(f"drafts: {describe_drafts(llm.stats)}")
-        counts = {name: value for name, value in msgspec.structs.asdict(llm.stats).items() if value}
+    if stats := llm.settled_stats():
+        click.echo(f"drafts: {describe_drafts(stats)}")
+        counts = {name: value for name, value in msgspec.structs.asdict(stats).items() if value}
         click.echo("  " + ", ".join(f"{name} {value}" for name, value in counts.items()))
 
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from engine.llm import HEARTBEAT_S, LLM, SamplingParams
+from engine.llm import LLM, SamplingParams
 from ops.bench.labelling import WARM_UP_ROWS, count_valid, load_workload, model_directory, sampling_params
 from ops.bench.measurement import write_result
 from schemas.errors import NightmillError
@@ -111,8 +111,7 @@ def measure(
                 yield work, decode(llm, point, int(work.removeprefix(DECODE)))
             else:
                 yield work, label(llm, work, questions)
-        time.sleep(HEARTBEAT_S)
-        if stats := llm.stats:
+        if stats := llm.settled_stats():
             names = "num_steps", "num_expert_moves", "expert_balance", "expert_balance_unmoved"
             entry["stats"] = {name: getattr(stats, name) for name in names}
 

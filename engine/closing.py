@@ -14,7 +14,7 @@ from typing import NamedTuple
 from engine.spelling import Encode, Spellings, find_spellings
 from engine.states import SharedMatcher
 from engine.types import Ids, Matcher, Sequence
-from engine.vocabulary import Vocabulary
+from engine.vocabulary import NO_SHAPES, Shapes, Vocabulary
 from schemas.completion import Place, TooComplex, Walker
 from schemas.constraints import language_of
 from schemas.language import Language, Length
@@ -108,15 +108,30 @@ class Closer:
             return None
         return None if position.place.is_dead else position
 
+    def shapes(self, place: Position) -> Shapes:
+        """See Places.shapes."""
+        edges = place.place.edges
+        return NO_SHAPES if place.open or not edges else self.vocabulary.shapes(edges)
+
+    def is_alike(self, place: Position, token_id: int) -> bool:
+        """See Places.is_alike."""
+        step, edges = place.place, place.place.edges
+        for char in self.vocabulary.tokens[token_id].decode():
+            if step.edges != edges:
+                return False
+            step = step.step(char)
+        return not self._has_choice(step)
+
     def spellings(self, place: Position, context: Ids) -> Spellings | None:
         """See Places.spellings."""
-        if self._encode is None or place.open:
-            return None
+        is_choice = self._encode is not None and not place.open and self._has_choice(place.place)
+        return self._spellings(place.place, context) if is_choice else None
+
+    def _has_choice(self, place: Place) -> bool:
         try:
-            has_choice = bool(self._alternatives(place.place, MAX_SPELLED))
+            return bool(self._alternatives(place, MAX_SPELLED))
         except TooComplex:
-            return None
-        return self._spellings(place.place, context) if has_choice else None
+            return False
 
     def _find_spellings(self, place: Place, context: Ids) -> Spellings | None:
         assert self._encode is not None, "nothing is spelled without it"

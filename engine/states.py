@@ -8,11 +8,12 @@ what no row has found out. Knows no grammar engine; of a mask, where it is kept.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Protocol
 
 from engine.spelling import Spellings, Way
 from engine.types import Ids, Matcher
+from engine.vocabulary import NO_SHAPES
 
 MAX_STATES = 2**14
 """Of one grammar; beyond, all are forgotten."""
@@ -33,6 +34,12 @@ class Places(Protocol):
 
     def after(self, place: Any, token_id: int) -> Hashable:
         """The place after one more token; None if it is not known."""
+
+    def shapes(self, place: Any) -> Mapping[int, int]:
+        """Names of tokens that are alike, by token; a token that is like no other has its own."""
+
+    def is_alike(self, place: Any, token_id: int) -> bool:
+        """Whether tokens that are named like this one lead from here to the same place, and to no spellings there."""
 
     def spellings(self, place: Any, context: Ids) -> Spellings | None:
         """How the ways to go on are written behind the tokens ``context``, if they are few."""
@@ -55,6 +62,7 @@ class State:
         "num_visits",
         "place",
         "row",
+        "shapes",
         "way",
     )
 
@@ -63,7 +71,8 @@ class State:
         self.way = way
         self.is_spelled = way is not None  # the mask leaves that way alone
         self.is_kept = is_kept  # else one row alone is here
-        self.children: dict[int, State] = {}
+        self.children: dict[int, State] = {}  # by the token, or by its shape where others of that shape lead there too
+        self.shapes: Mapping[int, int] = NO_SHAPES
         self.num_visits = 0  # of rows that found no child
         self.row = NO_ROW  # of its mask in the table, ...
         self.allowed: bytes | None = None  # ... and the bits of the grammar's
@@ -98,7 +107,7 @@ class SharedStates:
         self.start = start
         self._places = places
         place = places.first() if places else None
-        self.root = State(place, self._spell(place, ()), is_kept=True)
+        self.root = self._state_at(place, self._spell(place, ()))
         self.num_states = 1
         self._end_token_ids = end_token_ids
         self._terminated = State.last(is_terminated=True)
@@ -115,9 +124,15 @@ class SharedStates:
             way = (state.way and state.way.step(token_id)) or self._spell(place, (token_id,))
             child = self._by_place.get((place, way)) or self._add(place, way)
         if state.is_kept and child.is_kept and self._num_edges < MAX_EDGES:
-            state.children[token_id] = child
+            state.children[self._name(state, token_id)] = child
             self._num_edges += 1
         return child
+
+    def _name(self, state: State, token_id: int) -> int:
+        """What ``children`` have a token under."""
+        shape = state.shapes[token_id]
+        is_shared = shape != token_id and self._places and self._places.is_alike(state.place, token_id)
+        return shape if is_shared else token_id
 
     def _forget(self) -> None:
         """Start anew: what is needed comes back. Rows keep the states that they are in."""
@@ -139,14 +154,22 @@ class SharedStates:
         if self.num_states >= MAX_STATES:
             self._forget()
         self.num_states += 1
-        state = State(place, way, is_kept=True)
+        state = self._state_at(place, way)
         if place is not None:
             self._by_place[place, way] = state
+        return state
+
+    def _state_at(self, place: Hashable, way: Way | None) -> State:
+        state = State(place, way, is_kept=True)
+        if self._places and place is not None and way is None:
+            state.shapes = self._places.shapes(place)
         return state
 
 
 class SharedMatcher:
     """Implements Matcher, for one row."""
+
+    __slots__ = ("_is_trial", "_native", "_num_native", "_passed", "_states", "_tokens", "state")
 
     def __init__(self, states: SharedStates) -> None:
         self.state = states.root
@@ -200,10 +223,11 @@ class SharedMatcher:
 
     def accept(self, token_id: int) -> bool:
         """See Matcher.accept."""
-        child = self.state.children.get(token_id) or self._find(token_id)
+        state = self.state
+        child = state.children.get(state.shapes[token_id]) or self._find(token_id)
         if child is None:
             return False
-        self._passed.append(self.state)
+        self._passed.append(state)
         self._tokens.append(token_id)
         self.state = child
         return True
@@ -251,8 +275,10 @@ class SharedMatcher:
         return self.state.longer.get(token_id, False)
 
     def _find(self, token_id: int) -> State | None:
-        """The state after a token that no row drew here before; None if the grammar does not allow it."""
+        """The state after a token whose shape says nothing; None if the grammar does not allow it."""
         state = self.state
+        if child := state.children.get(token_id):
+            return child
         if state.allowed is not None:
             return self._states.after(state, token_id, is_kept=self._keeps(state)) if state.allows(token_id) else None
         is_kept, native = self._keeps(state), self.native

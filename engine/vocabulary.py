@@ -4,15 +4,42 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence as Seq
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import numpy as np
 
 Words = np.ndarray[Any, np.dtype[np.int32]]
 """One bit a token, as in a mask."""
+
+SHAPES_KEPT = 256
+"""Sets of characters that grammars tell apart, most recently used; the tokens that came there are kept with each."""
+
+
+class Shapes(dict[int, int]):
+    """The shape of a token, by its number: a number below 0; a token that is like no other has its own.
+
+    Tokens of one shape write as many characters, each between the same two of some ascending code points.
+    """
+
+    def __init__(self, tokens: Seq[bytes], edges: Seq[int]) -> None:
+        super().__init__()
+        self._tokens, self._edges = tokens, edges
+        self._known: dict[tuple[int, ...], int] = {}
+
+    def __missing__(self, token_id: int) -> int:
+        try:
+            text = self._tokens[token_id].decode() if token_id < len(self._tokens) else ""
+        except UnicodeDecodeError:
+            text = ""
+        kinds = tuple(bisect_right(self._edges, ord(char)) for char in text)
+        shape = self[token_id] = self._known.setdefault(kinds, ~len(self._known)) if kinds else token_id
+        return shape
+
+
+NO_SHAPES = Shapes((), ())
 
 
 class Vocabulary:
@@ -25,6 +52,7 @@ class Vocabulary:
         self._sorted = sorted((token, token_id) for token_id, token in enumerate(tokens) if token)
         self._longer: dict[int, Words | None] = {}
         self.max_bytes = max(map(len, tokens), default=0)  # of one token
+        self.shapes = lru_cache(SHAPES_KEPT)(partial(Shapes, tokens))
 
     def has(self, token_id: int) -> bool:
         """Whether a token can come: it writes something, or ends a text."""

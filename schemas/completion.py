@@ -30,6 +30,10 @@ MAX_KNOWN = 8
 """Characters after a choice that are looked at, as far as they are known."""
 
 
+Edges = tuple[int, ...]
+"""Code points, ascending."""
+
+
 class TooComplex(Exception):
     """The grammar is left-recursive or ambiguous beyond what is followed."""
 
@@ -48,14 +52,27 @@ class Stack:
 class Place:
     """Where a text is in a language."""
 
-    __slots__ = ("_following", "_walker", "is_end", "length", "stacks")
+    __slots__ = ("_edges", "_following", "_walker", "is_end", "length", "stacks")
 
     def __init__(self, walker: Walker, stacks: tuple[Stack, ...], *, is_end: bool) -> None:
         self._walker = walker
         self._following: dict[str, Place] = {}
+        self._edges: Edges | None = None
         self.stacks = stacks
         self.is_end = is_end
         self.length: Length = 0 if is_end else min((stack.length for stack in stacks), default=math.inf)
+
+    @property
+    def edges(self) -> Edges:
+        """The code points at which what may come changes: characters between two of them lead to the same place.
+
+        Empty where only known texts may come, and where that is not known.
+        """
+        if self._edges is None:
+            tops = [stack.top for stack in self.stacks]
+            kinds = {type(top) for top in tops}
+            self._edges = tuple(_edges_of(tops)) if Chars in kinds and kinds <= {str, Chars} else ()
+        return self._edges
 
     @property
     def is_dead(self) -> bool:
@@ -134,16 +151,17 @@ class Walker:
         self._language = language
         self._stacks: dict[tuple[Tree, Stack | None], Stack] = {}
         self._places: dict[tuple[bool, frozenset[Stack]], Place] = {}
+        self._taken_apart: dict[tuple[Stack | None, ...], Place] = {}
         self._fewer: dict[tuple[Tree, int, int | None], Many] = {}
         self._shortest: dict[Tree, str] = {}
 
     def start(self, tree: Tree | None = None) -> Place:
         """The place before any text, of the language or of one tree. Raises TooComplex, as ``step`` does."""
-        return self._place([self._push(self._language.root if tree is None else tree, None)])
+        return self._place((self._push(self._language.root if tree is None else tree, None),))
 
     def place_of(self, stack: Stack | None) -> Place:
         """The place where this is still to be written."""
-        return self._place([stack])
+        return self._place((stack,))
 
     def follow(self, place: Place, char: str) -> Place:
         """The place after ``place`` and a character."""
@@ -161,7 +179,7 @@ class Walker:
                     left.append(stack.rest)
             elif (leaf := top.step(char)) is not None:  # type: ignore[union-attr]
                 left.append(self._push(leaf, stack.rest))
-        return self._place(left)
+        return self._place(tuple(left))
 
     def shortest(self, tree: Tree) -> str:
         """The shortest text of a tree that has one."""
@@ -194,7 +212,14 @@ class Walker:
             stack = self._stacks[key] = Stack(top, rest, length)
         return stack
 
-    def _place(self, stacks: Iterable[Stack | None]) -> Place:
+    def _place(self, stacks: tuple[Stack | None, ...]) -> Place:
+        """The place with these stacks; most characters leave the same ones as another did."""
+        place = self._taken_apart.get(stacks)
+        if place is None:
+            place = self._taken_apart[stacks] = self._find_place(stacks)
+        return place
+
+    def _find_place(self, stacks: Iterable[Stack | None]) -> Place:
         """Take the stacks apart until a character is on top of each."""
         queue, seen, left = list(stacks), set[Stack | None](), dict[Stack, None]()  # in order: ties end alike each time
         while queue:
@@ -244,6 +269,7 @@ class Walker:
         """Forget the places: texts under way keep theirs alive."""
         self._stacks.clear()
         self._places.clear()
+        self._taken_apart.clear()
         self._fewer.clear()
 
 
@@ -284,11 +310,14 @@ class _Shared:
     def chars(self) -> Iterator[str]:
         """One character of each set of those that the places tell apart."""
         tops = [stack.top for place in (*self.included, *self.excluded) for stack in place.stacks]
-        ranges = [pair for top in tops for pair in _ranges(top)]
-        edges = sorted({low for low, _ in ranges} | {high + 1 for _, high in ranges})
-        for low, after in itertools.pairwise([*edges, MAX_CODEPOINT + 1]):
+        for low, after in itertools.pairwise([*_edges_of(tops), MAX_CODEPOINT + 1]):
             if low < after:
                 yield chr((intersection(READABLE, ((low, after - 1),)) or ((low, low),))[0][0])
+
+
+def _edges_of(tops: Iterable[Tree]) -> list[int]:
+    ranges = [pair for top in tops for pair in _ranges(top)]
+    return sorted({low for low, _ in ranges} | {high + 1 for _, high in ranges})
 
 
 def _ranges(top: Tree) -> Ranges:

@@ -1,6 +1,7 @@
 """What a constraint costs a full batch: rows of one schema against free rows of the same lengths, in one process.
 
-Nothing is forced, so that both sides draw every token. Knows no pipe.
+More rows wait than the batch holds, so that it stays full as in a job. Nothing is forced, so that both sides draw every
+token. Knows no pipe.
 """
 
 import os
@@ -22,6 +23,8 @@ SCHEMA = (
     f'"route": {{"enum": [{LABELS}]}}}}, "required": ["reason", "route"], "additionalProperties": false}}'
 )
 PROMPT_TOKENS = 16
+NUM_BATCHES = 4
+"""Rows of a run, of batches that are full."""
 NEARLY_FULL = 0.9
 """Of a batch: a step with fewer constrained rows has less to do and does not count."""
 NAMES = ("constrained", "free")
@@ -31,7 +34,7 @@ NAMES = ("constrained", "free")
 class MasksBench:
     """What to measure."""
 
-    num_rows: int = 256
+    num_rows: int = 256  # of the batch
     repeats: int = 3
     model: str = "smollm2"
     device: str = "cpu"
@@ -52,7 +55,7 @@ def run_masks_bench(bench: MasksBench) -> list[str]:
         budgets = None
         for name in NAMES:
             key = constraint.key if name == "constrained" else None
-            requests = _requests(bench, f"{name}-{repeat}", key, budgets, first_seed=(repeat + 1) * bench.num_rows)
+            requests = _requests(bench, f"{name}-{repeat}", key, budgets, num_before=repeat + 1)
             started = time.perf_counter()
             done = _answer(engine, requests)
             runs.append(_run(name, repeat, time.perf_counter() - started, done, constraint if key else None))
@@ -115,14 +118,20 @@ def time_masks(engine: Engine, min_rows: int = 1) -> MaskWork:
 
 
 def _requests(
-    bench: MasksBench, name: str, key: str | None, budgets: Sequence[int] | None = None, *, first_seed: int = 0
+    bench: MasksBench,
+    name: str,
+    key: str | None,
+    budgets: Sequence[int] | None = None,
+    num_before: int = 0,
 ) -> list[Request]:
+    """The rows of a run; ``num_before`` runs have drawn other ones."""
+    num_rows = NUM_BATCHES * bench.num_rows
     return [
         Request(
             request_id=f"{name}-{index}",
             token_ids=tuple(1000 + (index * 97 + place * 31) % 40_000 for place in range(PROMPT_TOKENS)),
             constraint_key=key,
-            seed=first_seed + index,
+            seed=num_before * num_rows + index,
             sampling=Sampling(
                 temperature=1.0,
                 max_tokens=budgets[index] if budgets else None,
@@ -130,7 +139,7 @@ def _requests(
                 force_text=False,
             ),
         )
-        for index in range(bench.num_rows)
+        for index in range(num_rows)
     ]
 
 

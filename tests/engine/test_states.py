@@ -13,6 +13,7 @@ from engine import masks, states
 from engine.grammar import Grammars
 from engine.states import SharedMatcher, SharedStates
 from engine.types import Matcher
+from engine.vocabulary import NO_SHAPES
 from schemas.constraints import GrammarEngine, grammar_engine, load_constraint
 from schemas.records import Constraint, ConstraintKind
 from tests.engine.fakes import END, VOCAB_SIZE, allowed_tokens, byte_tokenizer, start_matcher
@@ -181,8 +182,33 @@ class OnePlace:
     def after(self, place: Any, token_id: int) -> Hashable:
         return place
 
+    def shapes(self, place: Any) -> dict[int, int]:
+        return NO_SHAPES
+
+    def is_alike(self, place: Any, token_id: int) -> bool:
+        raise AssertionError("each token has a name of its own")
+
     def spellings(self, place: Any, context: tuple[int, ...]) -> None:
         return None
+
+
+def test_tokens_of_one_shape_share_an_edge_and_others_do_not() -> None:
+    grammars = make_grammars()
+    constraint = Constraint(kind=ConstraintKind.REGEX, source=r"[a-y0-4]{1,9}(z[0-9]){0,2}")
+    first, second, third, fourth = (start_matcher(grammars, constraint) for _ in range(4))
+    allowed_tokens(grammars, [first])
+    assert first.accept(ord("a"))
+    root = second.state
+    assert list(root.children) == [root.shapes[ord("a")]]
+    assert second.accept(ord("y"))
+    assert second.state is first.state
+    assert not fourth.accept(ord("z"))
+    assert third.accept(ord("4"))
+    allowed_tokens(grammars, [third])
+    assert third.accept(ord("z"))
+    assert third.state is not first.state
+    assert not third.accept(ord("z"))
+    assert third.accept(ord("7"))
 
 
 def test_a_row_that_wrong_places_led_astray_ends_alone() -> None:

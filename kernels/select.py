@@ -76,6 +76,22 @@ def _open_reference(device: torch.device, dtype: torch.dtype, is_fp8: bool) -> t
     return kernels, (*_fp8_choice(dtype, is_fp8), linear, rest)
 
 
+def _open_native(device: torch.device, dtype: torch.dtype, is_fp8: bool) -> tuple[Kernels, tuple[Choice, ...]]:
+    if device.type != "cpu" or dtype != torch.bfloat16:
+        raise BackendError(f"its loops compute in bfloat16 on a CPU, not in {dtype} on {device}")
+    from kernels.native import TILED_SIZES, CompileError, NativeKernels
+
+    try:
+        kernels = NativeKernels(is_fp8=is_fp8)
+    except CompileError as error:
+        raise BackendError(str(error)) from error
+    fused = Choice("norms, rotary, silu", "native", "one loop each, compiled for this processor")
+    attention = Choice("attention", "reference", "plain torch: this processor, or its system, has no AMX tiles")
+    if kernels.has_tiles:
+        attention = Choice("attention", "native", f"AMX tiles, for heads of {TILED_SIZES} in bfloat16")
+    return kernels, (fused, attention, *_open_reference(device, dtype, is_fp8)[1])
+
+
 def _open_invariant(device: torch.device, dtype: torch.dtype, is_fp8: bool) -> tuple[Kernels, tuple[Choice, ...]]:
     from kernels.invariant import InvariantKernels
 
@@ -140,6 +156,7 @@ def _open_hopper(device: torch.device, dtype: torch.dtype, is_fp8: bool) -> tupl
 BACKENDS = (
     Backend("hopper", _open_hopper),
     Backend("triton", _open_triton),
+    Backend("native", _open_native),
     Backend("reference", _open_reference, aliases=("torch",)),
 )
 """In the order in which "auto" tries them: fastest first."""

@@ -85,10 +85,9 @@ class MaskTable:
             rows[row] = matcher.state.row
         for place, row in enumerate(alone, self._num_used):
             rows[row] = place
-        filled = torch.zeros((len(shared) + len(alone), self._num_words), dtype=torch.int32)
-        self._fill_native([*shared, *alone.values()], filled)
-        filled[:, -1] &= self._last_word
-        found = filled.numpy()
+        found = np.zeros((len(shared) + len(alone), self._num_words), dtype=np.int32)
+        self._fill_native([*shared, *alone.values()], torch.from_numpy(found))
+        found[:, -1] &= self._last_word
         for state, bits in zip(self._kept[first:], found, strict=False):
             state.allowed = bits.tobytes()
             if state.way:

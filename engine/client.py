@@ -163,6 +163,12 @@ class EngineClient:
             self._wake()
         return tracked.future
 
+    def settled_stats(self) -> Heartbeat | None:
+        """Block until every request is resolved, and return what was counted until then; None if the engine failed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure or self._is_settled())
+            return None if self._failure else self.stats
+
     def cancel(self, request_ids: Iterable[str]) -> None:
         """End these requests, where unresolved, with finish reason ``cancelled``; returns before they have ended."""
         self._settle(self._tracker.cancel, request_ids)
@@ -280,7 +286,9 @@ class EngineClient:
             case Heartbeat():
                 if rank in self._topology.leaders:
                     self._heartbeats[rank] = frame
-                    self.stats = total(self._heartbeats.values())
+                    with self._changed:
+                        self.stats = total(self._heartbeats.values())
+                        self._changed.notify_all()
             case Hello(protocol_version=version) if version != PROTOCOL_VERSION:
                 return _Death(EngineError(f"the engine speaks protocol {version}, this client {PROTOCOL_VERSION}"))
             case Hello():
@@ -351,6 +359,10 @@ class EngineClient:
             log.error("engine_failed", reason=str(failure))
             if self._on_failed:
                 self._on_failed(failure)
+
+    def _is_settled(self) -> bool:
+        """Replicas that wait for each other are busy a little longer than their requests."""
+        return not len(self._tracker) and self.stats is not None and self.stats.phase == "idle"
 
     def _wake(self) -> None:
         """Make the supervisor look at the tables; the caller holds the lock."""

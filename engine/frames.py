@@ -68,7 +68,10 @@ class Completions(Record, tag=True):
 
 
 class Heartbeat(Record, tag=True):
-    """Sent from the step loop at most once a second, so that a hung step stops it."""
+    """Sent from the step loop, so that a hung step stops it: once a second, and when work begins or ends.
+
+    The one of the end comes before the last completions.
+    """
 
     phase: str  # "loading", "running", "idle"
     num_running: int = 0

@@ -6,7 +6,6 @@ reason, in prompt order, and an unknown argument is an error.
 
 import itertools
 import json
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -52,7 +51,6 @@ SCHEMA_TYPES = {
     "choice": ConstraintKind.CHOICE,
 }
 GREEDY_BELOW = 1e-5  # temperatures under it are greedy, as in DeepInfer
-HEARTBEAT_S = 1.5  # in which an engine without work sends one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,9 +202,8 @@ class LLM:
         return self._client.hello
 
     def settled_stats(self) -> Heartbeat | None:
-        """Wait for the heartbeat that an engine without work sends, and return what was counted until its last step."""
-        time.sleep(HEARTBEAT_S)
-        return self._client.stats
+        """What was counted until the last step; waits for what is still running. None if the engine failed."""
+        return self._client.settled_stats()
 
     def close(self) -> None:
         """Stop the engine process."""

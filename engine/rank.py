@@ -161,16 +161,35 @@ def _load(reader: Reader, send: Callable[[RankFrame], None], make_engine: MakeEn
 
 def _serve(engine: EngineLike, inbox: Inbox, send: Callable[[RankFrame], None]) -> NoReturn:
     """The loop: frames in, one step, completions out; heartbeats come from here, so that a hung step stops them."""
-    next_beat = 0.0
+    pulse = Pulse(engine, send)
+    pulse.beat_if_due()
     while True:
         for frame in _take(inbox, 0.0 if engine.has_work() else HEARTBEAT_INTERVAL_S):
             _apply(engine, frame)
-        if engine.has_work() and (completions := engine.step()):
+        pulse.beat_if_due()
+        completions = engine.step() if engine.has_work() else []
+        pulse.beat_if_due()  # before the completions: who has the last of them has the counts of their last step too
+        if completions:
             send(Completions(completions=tuple(completions)))
-        if time.monotonic() >= next_beat:
-            engine.beat()
-            next_beat = time.monotonic() + HEARTBEAT_INTERVAL_S
-            send(_heartbeat(engine))
+
+
+class Pulse:
+    """When to send a heartbeat: once in a while, and whenever work begins or ends. Owned by the loop."""
+
+    def __init__(self, engine: EngineLike, send: Callable[[RankFrame], None]) -> None:
+        self._engine = engine
+        self._send = send
+        self._was_busy = False
+        self._next_at = 0.0
+
+    def beat_if_due(self) -> None:
+        """Send one, if it is time."""
+        is_busy = self._engine.has_work()
+        if is_busy == self._was_busy and time.monotonic() < self._next_at:
+            return
+        self._engine.beat()
+        self._was_busy, self._next_at = is_busy, time.monotonic() + HEARTBEAT_INTERVAL_S
+        self._send(_heartbeat(self._engine, is_busy=is_busy))
 
 
 def _take(inbox: Inbox, wait_s: float) -> list[ClientFrame | Arrivals]:
@@ -205,8 +224,7 @@ def _apply(engine: EngineLike, frame: ClientFrame | Arrivals) -> None:
             raise EngineError(f"unexpected {type(frame).__name__} frame after Hello")
 
 
-def _heartbeat(engine: EngineLike) -> Heartbeat:
-    is_busy = engine.has_work()
+def _heartbeat(engine: EngineLike, *, is_busy: bool) -> Heartbeat:
     values = dataclasses.asdict(engine.stats)
     if not is_busy:  # these gauges are as the last step found them
         values |= {"num_running": 0, "num_waiting": 0}

@@ -1,8 +1,9 @@
 """A rank with a fake engine, run as a script: what it does is written in the model's name and the requests' texts.
 
 Texts: ``kill``, ``raise``, ``hang`` do that each time; ``kill-once:FILE`` and ``hang-once:FILE`` the first time only;
-anything else is answered with a text that depends on text, seed and constraint. One token a step for each sequence;
-``FAKE_STEP_S`` is how long one takes, the file ``FAKE_ANSWERS`` gets a line for each answer.
+``until:FILE`` runs until the file exists; anything else is answered with a text that depends on text, seed and
+constraint. One token a step for each sequence; ``FAKE_STEP_S`` is how long one takes, the file ``FAKE_ANSWERS`` gets a
+line for each answer.
 """
 
 import os
@@ -88,7 +89,7 @@ class FakeEngine:
         for request_id, (request, left) in list(self._running.items()):
             _misbehave(request.text or "")
             self._running[request_id] = (request, left - 1)
-            if left <= 1:
+            if left <= 1 and _may_end(request.text or ""):
                 del self._running[request_id]
                 self._done.append(self._answer(request))
         done, self._done = self._done, []
@@ -113,6 +114,11 @@ def _misbehave(text: str) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
     if action.startswith("hang"):
         threading.Event().wait()
+
+
+def _may_end(text: str) -> bool:
+    action, _, path = text.partition(":")
+    return action != "until" or Path(path).exists()
 
 
 def _first_time(path: str) -> bool:

@@ -33,7 +33,7 @@ def select_device(settings: EngineSettings, rank: int = 0, num_ranks: int = 1) -
 
     Ranks have the GPUs from ``settings.device`` on, one each; on a CPU they share the cores.
     """
-    torch.set_num_threads(settings.num_threads or max(1, len(os.sched_getaffinity(0)) // num_ranks))
+    torch.set_num_threads(settings.num_threads or _default_num_threads(num_ranks))
     name = settings.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -50,6 +50,12 @@ def select_device(settings: EngineSettings, rank: int = 0, num_ranks: int = 1) -
 def gpu_uuids(device: torch.device) -> tuple[str, ...]:
     """The UUIDs, as NVML writes them, of the GPUs that ``device`` means; none for a CPU."""
     return (f"GPU-{torch.cuda.get_device_properties(device).uuid}",) if device.type == "cuda" else ()
+
+
+def _default_num_threads(num_ranks: int) -> int:
+    """What OMP_NUM_THREADS says, as for every program that computes with torch; else a rank's share of the cores."""
+    told = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    return int(told) if told.isdecimal() and int(told) else max(1, len(os.sched_getaffinity(0)) // num_ranks)
 
 
 def _device_of_rank(first: int, rank: int, num_ranks: int) -> torch.device:

@@ -33,7 +33,7 @@ class EngineSettings(Section):
 
     device: str = "auto"  # "cpu", "cuda", "cuda:1"; auto: cuda where torch sees one
     kernels: str = "auto"  # a backend's name, or auto with a printed reason
-    num_threads: int = Field(default=0, ge=0)  # CPU threads of a rank; 0: all cores this process may use
+    num_threads: int = Field(default=0, ge=0)  # CPU threads of a rank; 0: OMP_NUM_THREADS, else its share of the cores
     data_parallel: int = Field(default=1, ge=1)  # replicas, each with rows of its own
     expert_parallel: int = Field(default=1, ge=1)  # ranks that share a layer's experts
     expert_copies: int = Field(default=0, ge=0)  # experts that each rank holds beyond its share: copies of busy ones

@@ -9,10 +9,13 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+ROOT = Path(__file__).resolve().parent.parent
+
 # Before anything imports torch or tokenizers; child processes inherit it.
-os.environ["OMP_NUM_THREADS"] = str(min(2, os.cpu_count() or 1))
+os.environ["OMP_NUM_THREADS"] = "1"  # threads that wait for each other on a busy machine take four times as long
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))  # these sources
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 
@@ -21,8 +24,6 @@ if not Path("/dev/nvidiactl").exists():
 hypothesis.settings.register_profile("explore", deadline=None)
 hypothesis.settings.register_profile("nightmill", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("nightmill")
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -131,6 +131,7 @@ def test_forced_tokens_are_the_canonical_ones_up_to_an_open_merge(text: Any, gra
     assert all(matcher.accept(token) for token in whole[len(forced) :]), f"cannot go on with {rest!r}"
 
 
+@settings(max_examples=40)  # each compiles a grammar for 49,152 tokens
 @given(labels=st.lists(st.text("abAB c_-é", min_size=1, max_size=8), min_size=1, max_size=4, unique=True))
 def test_every_label_stays_reachable_with_its_canonical_tokens(
     text: Any, grammars: Grammars, labels: list[str]

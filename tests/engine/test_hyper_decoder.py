@@ -278,6 +278,6 @@ def test_an_engine_draws_the_oracles_tokens_in_chunks_with_prefix_hits_and_preem
         str(tmp_path), 112, 128, block_size=8, max_num_seqs=6, max_num_batched_tokens=48, num_threads=1
     )
     for prompt, completion in zip(prompts, run(engine, prompts, 20), strict=True):
-        assert_greedy(oracle, prompt, completion)
+        assert_greedy(oracle, [prompt], [completion])
     assert engine.stats.num_preemptions
     assert engine.stats.num_cached_tokens

@@ -1,5 +1,6 @@
 """Probabilities of whole labels against brute force: every label spelled out, every branching point computed."""
 
+import functools
 import itertools
 import json
 import math
@@ -35,6 +36,18 @@ OBJECT = {"type": "object", "properties": FIELDS, "required": list(FIELDS), "add
 SCHEMA = Constraint(kind=ConstraintKind.JSON_SCHEMA, source=json.dumps(OBJECT))
 CHOICE = Constraint(kind=ConstraintKind.CHOICE, source='["cat", "category", "cats", "dog"]')
 NEXT_LOGITS = Callable[[list[int]], torch.Tensor]
+
+
+def next_logits(model: Path) -> NEXT_LOGITS:
+    """What transformers expects after given tokens; labels begin alike, so that many ask the same."""
+    oracle = AutoModelForCausalLM.from_pretrained(model)
+
+    @functools.cache
+    @torch.inference_mode()
+    def logits(*token_ids: int) -> torch.Tensor:
+        return oracle(torch.tensor([token_ids])).logits[0, -1]
+
+    return lambda token_ids: logits(*token_ids)
 
 
 def ask(engine: Engine, constraint: Constraint, prompt: str = "x", **sampling: Any) -> Completion:
@@ -107,7 +120,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_tokens_of_several_bytes_are_those_of_the_tokenizer(tiny_model: Path) -> None:
     """The oracle spells whole documents with the tokenizer and asks transformers."""
     engine = Engine(model_ref(str(tiny_model)), EngineSettings(device="cpu", num_threads=1))
-    oracle = AutoModelForCausalLM.from_pretrained(tiny_model)
+    logits = next_logits(tiny_model)
     tokenizer = engine._text.tokenizer.backend_tokenizer
     routes = ["billing", "bug", "bugs", "bill", "other", "over"]
     schema = {
@@ -117,10 +130,6 @@ def test_tokens_of_several_bytes_are_those_of_the_tokenizer(tiny_model: Path) ->
     }
     constraint = Constraint(kind=ConstraintKind.JSON_SCHEMA, source=json.dumps(schema))
     prompt = tokenizer.encode("the route is", add_special_tokens=False).ids
-
-    @torch.inference_mode()
-    def logits(token_ids: list[int]) -> torch.Tensor:
-        return oracle(torch.tensor([token_ids])).logits[0, -1]
 
     completion = ask(engine, constraint, "the route is", top_labels=6)
     document = json.loads(completion.text)
@@ -169,15 +178,11 @@ def test_the_drawn_labels_probability_is_that_of_brute_force_without_ranking(
 ) -> None:
     """The oracle spells whole documents with the tokenizer, from before the blank in front of a label on."""
     engine = Engine(model_ref(str(tiny_model)), EngineSettings(device="cpu", num_threads=1))
-    oracle = AutoModelForCausalLM.from_pretrained(tiny_model)
+    logits = next_logits(tiny_model)
     tokenizer = engine._text.tokenizer.backend_tokenizer
     fields = {**SPELLED, "why": {**SPELLED["why"], **pattern}}
     source = json.dumps({**OBJECT, "properties": fields, "required": list(fields)})
     engine.add_constraint(constraint := Constraint(kind=ConstraintKind.JSON_SCHEMA, source=source))
-
-    @torch.inference_mode()
-    def logits(token_ids: list[int]) -> torch.Tensor:
-        return oracle(torch.tensor([token_ids])).logits[0, -1]
 
     requests = [
         Request(

@@ -263,7 +263,7 @@ def test_a_killed_rank_changes_no_token_of_a_real_model(tiny_model: Path) -> Non
     sampling = Sampling(temperature=1.0, max_tokens=40)
     requests = [
         Request(request_id=str(i), text=f"row {i}", seed=i, sampling=sampling, constraint_key=constraint.key)
-        for i in range(200)
+        for i in range(100)
     ]
     try:
         client.start()

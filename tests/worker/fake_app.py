@@ -20,11 +20,16 @@ from schemas.settings import Settings
 from worker.celery import make_app
 
 LAB = Path(os.environ["LAB_DIR"])
+NEVER_LOADS = """
+import socket, sys
+sock = socket.socket(fileno=int(sys.argv[1]))
+while (data := sock.recv(10**6)) and b"Stop" not in data: pass
+"""
 FAKE_RANK = [sys.executable, str(Path(__file__).parent.parent / "engine" / "fake_rank.py")]
 
 
 def make_client(*args: Any, **kwargs: Any) -> EngineClient:
-    codes = {"never-loads": "import time; time.sleep(600)", "cannot-load": "raise SystemExit(3)"}
+    codes = {"never-loads": NEVER_LOADS, "cannot-load": "raise SystemExit(3)"}
     code = next((code for name, code in codes.items() if (LAB / name).exists()), None)
     return EngineClient(*args, command=[sys.executable, "-c", code] if code else FAKE_RANK, **kwargs)
 

@@ -190,6 +190,14 @@ class Lab:
         self.queue.enqueue(job, job.pending())
         return job
 
+    @property
+    def gate(self) -> Path:
+        """Rows of a gated job run until this file exists."""
+        return self.path / "gate"
+
+    def start_gated_job(self, num_chunks: int, name: str = "job", **options: Any) -> Job:
+        return self.start_job(num_chunks, name=name, text=lambda row: f"until:{self.gate}", **options)
+
     def fault(self, hop: str, chunk: int, how: str) -> None:
         (self.path / f"fault-{hop}-{chunk}").write_text(how)
 

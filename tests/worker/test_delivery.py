@@ -18,7 +18,7 @@ def test_a_chunk_that_runs_longer_than_the_visibility_timeout_runs_once(make_lab
     lab = make_lab(visibility_timeout_s=1.5)
     for name in ("w1", "w2"):
         lab.worker(name)
-    job = lab.start_job(1, seconds=4)
+    job = lab.start_job(1, seconds=3)
     lab.wait_done(job)
     lab.wait_clean()
     assert lab.count("received") == {0: 1}
@@ -98,8 +98,8 @@ def test_a_message_lost_with_its_worker_is_found_missing_and_sent_again(make_lab
 def test_a_flushed_broker_loses_nothing_and_doubles_nothing_that_runs(make_lab: Callable[..., Lab]) -> None:
     lab = make_lab(reconcile_interval_s=1.0)
     lab.worker()
-    job = lab.start_job(5, seconds=2)
-    until(lambda: len(lab.events("submitted")) == 2, "both slots to be busy")
+    job = lab.start_job(5, seconds=1)
+    until(lambda: len(lab.events("submitted")) >= 2, "both slots to be busy")
     lab.redis.flushall()
     lab.wait_done(job)
     assert set(lab.count("leased").values()) == {1}

@@ -22,9 +22,11 @@ def test_one_polite_signal_lets_running_chunks_end_and_leaves_the_rest_queued(
     lab: Lab, number: int, exit_code: int
 ) -> None:
     worker = lab.worker()
-    job = lab.start_job(4, seconds=2)
+    job = lab.start_gated_job(4)
     until(lambda: len(lab.events("submitted")) == 2, "both slots to be busy")
     worker.signal(number)
+    until(lambda: "Warm shutdown" in worker.log, "the warm shutdown to begin")
+    lab.gate.touch()
     assert worker.wait() == exit_code
     assert len(job.committed()) == 2
     assert lab.leftovers() == {"queued": 2, "unacked": 0, "index": 0}
@@ -72,7 +74,7 @@ def engine_of(worker: Worker) -> psutil.Process | None:
     """The engine that never loads; libraries start children of their own, which are gone at once."""
     for child in psutil.Process(worker.pid).children():
         with contextlib.suppress(psutil.NoSuchProcess):
-            if "time.sleep" in " ".join(child.cmdline()):
+            if "Stop" in " ".join(child.cmdline()):
                 return child
     return None
 

@@ -108,9 +108,10 @@ def test_a_report_is_there_when_a_job_has_ended(lab: Lab) -> None:
 
 def test_an_interactive_job_overtakes_a_nightly_one_at_the_next_chunk(lab: Lab) -> None:
     lab.worker()
-    nightly = lab.start_job(4, seconds=2, name="nightly", priority=Priority.NIGHTLY)
+    nightly = lab.start_gated_job(4, name="nightly", priority=Priority.NIGHTLY)
     until(lambda: len(lab.events("submitted")) == 2, "both slots to work for the night")
     interactive = lab.start_job(2, name="interactive")
+    lab.gate.touch()
     until(lambda: len(lab.events("received")) >= 5, "the night to go on")
     order = [event["job"] for event in lab.events("received")][:5]
     assert order == [nightly.job_id] * 2 + [interactive.job_id] * 2 + [nightly.job_id]
@@ -220,10 +221,11 @@ def test_importing_the_worker_loads_no_torch() -> None:
 
 def test_an_engine_that_dies_is_replaced_under_the_running_chunks(lab: Lab) -> None:
     worker = lab.worker()
-    job = lab.start_job(2, seconds=1.5)
+    job = lab.start_gated_job(2)
     until(lambda: len(lab.events("submitted")) == 2, "both chunks to run")
     (engine,) = worker.engine_pids()
     os.kill(engine, signal.SIGKILL)
+    lab.gate.touch()
     lab.wait_done(job)
     lab.wait_clean()
     assert worker.is_alive
@@ -242,7 +244,8 @@ def test_a_worker_whose_engine_is_given_up_leaves_and_its_messages_go_back(make_
     assert lab.leftovers() == {"queued": 3, "unacked": 0, "index": 0}
 
 
-def test_the_supervisor_starts_a_dead_embedded_broker_again(lab: Lab) -> None:
+def test_the_supervisor_starts_a_dead_embedded_broker_again(make_lab: Callable[..., Lab]) -> None:
+    lab = make_lab(reconcile_interval_s=1.0)
     lab.worker()
     lab.kill_broker()
     until(lambda: broker_status(lab.settings).pid, "the broker to be back")

@@ -23,20 +23,21 @@ def probe() -> dict[str, Any]:
     """Versions, devices, the chosen kernels of each device, and links between GPUs."""
     import torch
 
-    devices = [_describe("cpu", _cpu(torch), torch.float32)]
+    devices = [_describe("cpu", _cpu(torch))]
     for index in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(index)
         text = f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB, compute capability {facts.major}.{facts.minor}"
-        devices.append(_describe(f"cuda:{index}", text, torch.bfloat16))
+        devices.append(_describe(f"cuda:{index}", text))
     return {"versions": _versions(torch), "devices": devices, "links": _links(torch)}
 
 
-def _describe(name: str, description: str, dtype: Any) -> dict[str, Any]:
+def _describe(name: str, description: str) -> dict[str, Any]:
+    """With the kernels for bfloat16, which most checkpoints are in."""
     import torch
 
     from kernels.select import select_kernels
 
-    kernels, choices = select_kernels(torch.device(name), dtype, "auto")
+    kernels, choices = select_kernels(torch.device(name), torch.bfloat16, "auto")
     named = [{"operation": c.operation, "backend": c.backend, "reason": c.reason} for c in choices]
     return {"device": name, "description": description, "kernels": kernels.name, "choices": named}
 

@@ -78,6 +78,7 @@ class Machine:
             "NIGHTMILL_ENGINE__MAX_NUM_SEQS": "8",
             "NIGHTMILL_WORKER__VISIBILITY_TIMEOUT_S": "5",
             "NIGHTMILL_WORKER__RECONCILE_INTERVAL_S": "1",
+            "NIGHTMILL_JOBS__REPORT": "false",
         }
         self._processes: list[subprocess.Popen[str]] = []
 
@@ -143,21 +144,23 @@ class Machine:
 
 
 @pytest.fixture
-def make_machine(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Callable[[], Machine]]:
-    machines: list[Machine] = []
-
-    def make() -> Machine:
-        machines.append(Machine(tmp_path_factory.mktemp("machine"), model))
-        return machines[-1]
-
-    yield make
-    for machine in machines:
+def machine(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Machine]:
+    machine = Machine(tmp_path_factory.mktemp("machine"), model)
+    try:
+        yield machine
+    finally:
         machine.close()
 
 
-@pytest.fixture
-def machine(make_machine: Callable[[], Machine]) -> Machine:
-    return make_machine()
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[tuple[Machine, int, str]]:
+    """A machine on which a submit alone has labelled everything and written a report, its exit code and its stdout."""
+    machine = Machine(tmp_path_factory.mktemp("machine"), model)
+    machine.environment["NIGHTMILL_JOBS__REPORT"] = "true"
+    try:
+        yield machine, *machine.finish(machine.start_submit())
+    finally:
+        machine.close()
 
 
 def read_output(machine: Machine) -> list[dict[str, Any]]:
@@ -182,10 +185,11 @@ def check_rows(machine: Machine) -> list[tuple[Any, str]]:
     return [(row["label"], row["label_status"]) for row in rows]
 
 
-def test_submit_alone_labels_everything_and_stops_what_it_started(machine: Machine) -> None:
-    code, stdout = machine.finish(machine.start_submit())
+def test_submit_alone_labels_everything_and_stops_what_it_started(undisturbed: tuple[Machine, int, str]) -> None:
+    machine, code, stdout = undisturbed
     assert code == 3, machine.told  # row 7
     check_rows(machine)
+    assert "report.html" in machine.job().store.list()
     assert "agreement with route" in stdout
     assert "1 input_error" in stdout
     assert machine.processes("celery") == []
@@ -212,9 +216,10 @@ def test_real_queries_with_77_labels_come_back_in_order_and_valid(machine: Machi
     assert {row["label_status"] for row in rows} == {"ok"}
 
 
-def test_two_workers_give_the_labels_of_the_embedded_run(make_machine: Callable[[], Machine]) -> None:
-    alone, together = make_machine(), make_machine()
-    assert alone.finish(alone.start_submit())[0] == 3, alone.told
+def test_two_workers_give_the_labels_of_the_embedded_run(
+    machine: Machine, undisturbed: tuple[Machine, int, str]
+) -> None:
+    together, (alone, _, _) = machine, undisturbed
     together.environment["NIGHTMILL_BROKER_URL"] = ensure_broker(together.settings)
     workers = [together.start_worker("one"), together.start_worker("two")]
     assert together.finish(together.start_submit("--wait"))[0] == 3, together.told
@@ -251,12 +256,14 @@ def kill_broker(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("kill", [kill_engine, kill_worker, kill_broker])
-def test_a_kill_in_mid_job_loses_no_row(machine: Machine, kill: Callable[[Machine], None]) -> None:
+def test_a_kill_in_mid_job_loses_and_changes_no_row(
+    machine: Machine, kill: Callable[[Machine], None], undisturbed: tuple[Machine, int, str]
+) -> None:
     submit = machine.start_submit()
     until(lambda: machine.told and _num_parts(machine) >= 1, "the first part")
     kill(machine)
     assert machine.finish(submit)[0] == 3, machine.told
-    check_rows(machine)
+    assert check_rows(machine) == check_rows(undisturbed[0])
 
 
 def test_an_interrupted_submit_is_resumed_without_doing_anything_twice(machine: Machine) -> None:

@@ -12,7 +12,7 @@ from schemas.records import Constraint, ConstraintKind, Sampling
 from tests.tiny_models import write_tiny_model
 from tests.worker.lab import Lab, until
 
-NUM_CHUNKS, CHUNK_ROWS = 6, 48
+NUM_CHUNKS, CHUNK_ROWS = 6, 16
 RANKS = {"DATA_PARALLEL": "2", "EXPERT_PARALLEL": "2", "NUM_THREADS": "1", "KV_CACHE_GIB": "0.05"}
 WORDS = Constraint(kind=ConstraintKind.REGEX, source="[a-z]{32}")
 

@@ -1,12 +1,9 @@
-"""One of several ranks, run as a script by test_replica: engines of several topologies, one after the other.
+"""One of several ranks, a process of test_replica: engines of several topologies, one after the other.
 
-Standard input: JSON of the cases. Standard output: the greedy tokens of this rank's requests, by case. Prompts go to
-the replicas by their numbers.
+Prompts go to the replicas by their numbers.
 """
 
 import gc
-import json
-import sys
 from typing import Any
 
 from torch import distributed
@@ -18,6 +15,12 @@ from schemas.log import configure_logging
 from schemas.model_files import model_ref
 from schemas.records import Request, Sampling
 from schemas.settings import EngineSettings
+
+
+def run_cases(rank: int, cases: list[dict[str, Any]]) -> list[dict[str, list[int]]]:
+    """The greedy tokens of this rank's requests, by case."""
+    configure_logging()
+    return [run_case(case, rank) for case in cases]
 
 
 def run_case(case: dict[str, Any], rank: int) -> dict[str, list[int]]:
@@ -55,13 +58,3 @@ def serve(engine: Engine, case: dict[str, Any], replica: int) -> dict[str, list[
                 tokens[completion.request_id] = list(completion.token_ids)
     engine.beat()
     return tokens | ({"moves": [engine.stats.num_expert_moves]} if engine.stats.expert_balance else {})
-
-
-def main() -> None:
-    configure_logging()  # standard output is for the tokens
-    rank, cases = int(sys.argv[1]), json.load(sys.stdin)
-    print(json.dumps([run_case(case, rank) for case in cases]), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,9 +1,7 @@
 """Several ranks give the greedy tokens of one in every topology: processes run all cases, one after the other."""
 
-import json
-import subprocess
-import sys
-from contextlib import ExitStack
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ from engine.types import Run
 from schemas.model_files import model_ref
 from schemas.settings import EngineSettings
 from tests.engine.fakes import make_sequence
-from tests.engine.one_of_ranks import serve
+from tests.engine.one_of_ranks import run_cases, serve
 from tests.engine.test_parity import random_prompts
 from tests.tiny_models import VOCAB_SIZE, write_tiny_model
 
@@ -102,20 +100,10 @@ def run_ranks(
         }
         for number, (family, settings) in enumerate(cases.values())
     ]
-    command = [sys.executable, "-m", "tests.engine.one_of_ranks"]
-    with ExitStack() as stack:
-        ranks = [
-            stack.enter_context(
-                subprocess.Popen([*command, str(rank)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            )
-            for rank in range(num_ranks)
-        ]
-        for rank in ranks:
-            stack.callback(rank.kill)
-            assert rank.stdin is not None
-            rank.stdin.write(json.dumps(described))
-            rank.stdin.close()
-        parts = [json.loads(rank.stdout.read()) for rank in ranks if rank.stdout is not None]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([run_cases.__module__])  # torch is imported once for all
+    with ProcessPoolExecutor(num_ranks, mp_context=context) as pool:
+        parts = list(pool.map(run_cases, range(num_ranks), [described] * num_ranks))
     return {name: {k: v for part in parts for k, v in part[number].items()} for number, name in enumerate(cases)}
 
 

@@ -1,7 +1,8 @@
 """The drafts of JSON Schema as they are read here: jsonschema's validators, stricter where people mean more.
 
 What a label's author would take for kept is kept: ``dependencies`` in drafts that renamed it, ``date`` in drafts that
-had no such format, base64 and JSON as the content of strings, and formats by their RFCs where jsonschema is lax.
+had no such format, base64 and JSON as the content of strings, formats by their RFCs where jsonschema is lax, and
+patterns by ECMA-262.
 """
 
 import base64
@@ -24,6 +25,7 @@ from jsonschema.exceptions import ValidationError
 from jsonschema.validators import extend, validator_for
 
 from schemas.json_formats import conforms
+from schemas.json_patterns import finds
 
 Errors = Iterator[ValidationError]
 DECIMAL_DIGITS = 5_000  # the quotient of the longest integer that Python reads and the smallest 64-bit float
@@ -40,6 +42,36 @@ def _multiple_of(validator: Any, factor: Any, value: Any, schema: Any) -> Errors
             remainder = Decimal(repr(value)) % Decimal(repr(factor))
     if remainder:
         yield ValidationError(f"{value!r} is not a multiple of {factor}")
+
+
+def _pattern(validator: Any, pattern: str, text: Any, schema: Any) -> Errors:
+    """``pattern`` as ECMA-262 reads it."""
+    if validator.is_type(text, "string") and not finds(pattern, text):
+        yield ValidationError(f"{text!r} does not match {pattern!r}")
+
+
+def _pattern_properties(validator: Any, patterns: Any, value: Any, schema: Any) -> Errors:
+    """``patternProperties``, the keys found likewise."""
+    if not validator.is_type(value, "object"):
+        return
+    for pattern, subschema in patterns.items():
+        for key, item in value.items():
+            if finds(pattern, key):
+                yield from validator.descend(item, subschema, path=key, schema_path=pattern)
+
+
+def _additional_properties(validator: Any, subschema: Any, value: Any, schema: Any) -> Errors:
+    """``additionalProperties``: of the keys that are neither declared nor found by a pattern."""
+    if not validator.is_type(value, "object"):
+        return
+    declared, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
+    for key, item in value.items():
+        if key in declared or any(finds(pattern, key) for pattern in patterns):
+            continue
+        if subschema is False:
+            yield ValidationError(f"Additional properties are not allowed ({key!r} was unexpected)")
+        else:
+            yield from validator.descend(item, subschema, path=key)
 
 
 def _content(validator: Any, _value: Any, text: Any, schema: Any) -> Errors:
@@ -61,6 +93,11 @@ def _content(validator: Any, _value: Any, text: Any, schema: Any) -> Errors:
 
 
 CONTENT = {"contentEncoding": _content, "contentMediaType": _content}
+PATTERNS = {
+    "pattern": _pattern,
+    "patternProperties": _pattern_properties,
+    "additionalProperties": _additional_properties,
+}
 DEPENDENCIES = {"dependencies": Draft7Validator.VALIDATORS["dependencies"]}
 
 
@@ -81,7 +118,7 @@ def _both(check: Callable[[Any], Any], name: str) -> Callable[[Any], bool]:
 
 
 def _read(draft: Any, keywords: dict[str, Any]) -> Any:
-    more = {"multipleOf": _multiple_of, **keywords}
+    more = {"multipleOf": _multiple_of, **PATTERNS, **keywords}
     return extend(draft, more, format_checker=_format_checker(draft))  # type: ignore[no-untyped-call]
 
 

@@ -6,6 +6,7 @@ compare every pattern with the checks, and those with a second validator.
 
 import re
 
+import idna
 from rfc3986_validator import validate_rfc3986  # type: ignore[import-untyped]
 
 _DATE = (
@@ -75,28 +76,53 @@ BASE64_PATTERN = "^([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
 _ATEXT = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]"
 _QUOTED = r'"(?:[\x20\x21\x23-\x5b\x5d-\x7e]|\\[\x20-\x7e])*"'
 _HOST_LABEL = "[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
-_ADDRESS = rf"(?:{_ATEXT}+(?:\.{_ATEXT}+)*|{_QUOTED})@(?:{_HOST_LABEL}(?:\.{_HOST_LABEL})*|\[[0-9A-Za-z:.]+\])"
+_DOMAIN = rf"(?:{_HOST_LABEL}(?:\.{_HOST_LABEL})*|\[(?:{_IPV4}|IPv6:(?:{_IPV6}))\])"
+_ADDRESS = rf"(?:{_ATEXT}+(?:\.{_ATEXT}+)*|{_QUOTED})@"
+_NAME = rf"(?:[A-Za-z0-9_]|{_PERCENT})(?:\.?(?:[A-Za-z0-9_]|{_PERCENT}))*"
+_VARIABLES = rf"{_NAME}(?:\*|:[1-9][0-9]{{0,3}})?"
 _TEMPLATE = re.compile(
     r"(?:[\x21\x23-\x24\x26\x28-\x3b\x3d\x3f-\x5b\x5d\x5f\x61-\x7a\x7e\xa0-\ud7ff\uf900-\U0010ffff]"
-    r"|%[0-9A-Fa-f]{2}|\{[^{}]*\})*"
+    rf"|{_PERCENT}|\{{[+#./;?&]?{_VARIABLES}(?:,{_VARIABLES})*\}})*"
 )
+_UUID = re.compile("[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}")
+_ESCAPE = r"\\(?:[dDwWsSbBfnrtv0-9/\-^$\\.*+?()\[\]{}|]|x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4})"
+_CLASS = rf"\[\^?(?:[^\[\]\\]|{_ESCAPE})+\]"
+_GROUP = r"\((?:\?(?:[:=!]|<[=!]))?"
+_QUANTIFIER = r"(?:[*+?]|\{[0-9]+(?:,[0-9]*)?\})\??"
+_REGEX = re.compile(rf"(?:{_GROUP}(?![?*+{{])|(?:[^\\\[\](){{}}?+*]|{_ESCAPE}|{_CLASS}|\))(?:{_QUANTIFIER})?)*")
+"""What ``re`` and ECMA-262 both take for a regular expression, if ``re`` compiles it."""
 _UCSCHAR = re.compile("[\xa0-\ud7ff\uf900-\ufdcf\ufdf0-\uffef\U00010000-\U000dffff\U000e1000-\U000efffd]")
 _STRICT = {
-    "email": re.compile(_ADDRESS),
-    "idn-email": re.compile(_ADDRESS.replace("A-Z", r"A-Z\x80-\U0010ffff")),
+    "email": re.compile(_ADDRESS + _DOMAIN),
+    "idn-email": re.compile(
+        _ADDRESS.replace("A-Z", r"A-Z\x80-\U0010ffff")
+        + rf"(?:{_DOMAIN}|[^@]*[^\x00-\x7f][^@]*(?<![.\u3002\uff0e\uff61]))"
+    ),
     "duration": re.compile(FORMAT_PATTERNS["duration"]),
     "hostname": re.compile(r"[\x21-\x7e]*[\x21-\x2d\x2f-\x7e]"),
-    "idn-hostname": re.compile(r".*[^.\n]"),
-    "relative-json-pointer": re.compile(r"[0-9].*", re.DOTALL),
+    "idn-hostname": re.compile(r".*[^.\n\u3002\uff0e\uff61]"),
+    "relative-json-pointer": re.compile(r"[0-9]+(?:#|/.*)?", re.DOTALL),
+    "uuid": _UUID,
     "uri-template": _TEMPLATE,
-    "regex": re.compile(r"(?:[^\\]|\\[^AZ])*", re.DOTALL),  # these two are Python's own
+    "regex": _REGEX,
     **dict.fromkeys(("date-time", "time", "uri", "uri-reference"), re.compile(r"[^\n]*")),
 }
 
 
 def conforms(text: str, name: str) -> bool:
     """Whether nothing of the format's RFC, beyond what jsonschema checks of it, speaks against ``text``."""
+    domain = text if name == "hostname" else text.rpartition("@")[2] if name in ("email", "idn-email") else ""
+    if ("--" in domain or not domain.isascii()) and not _is_domain(domain):
+        return False
     if name in ("iri", "iri-reference"):
         rule = "URI" if name == "iri" else "URI_reference"
         return "\n" not in text and bool(validate_rfc3986(_UCSCHAR.sub("%41", text), rule=rule))
     return name not in _STRICT or _STRICT[name].fullmatch(text) is not None
+
+
+def _is_domain(text: str) -> bool:
+    """Whether every label is one that IDNA knows."""
+    try:
+        return bool(idna.encode(text))
+    except (idna.IDNAError, UnicodeError):
+        return False

@@ -38,6 +38,21 @@ def json_language(source: str, engine: GrammarEngine) -> Language:
     return Language(root, writer.rules)
 
 
+def written(value: Any, engine: GrammarEngine) -> str:
+    """A value of an enum as an engine writes it: both shorten floats, xgrammar writes containers without blanks."""
+    is_dense = engine is GrammarEngine.XGRAMMAR
+    comma, colon = (",", ":") if is_dense else (", ", ": ")
+    if isinstance(value, dict):
+        pairs = (f"{written(key, engine)}{colon}{written(item, engine)}" for key, item in value.items())
+        return "{" + comma.join(pairs) + "}"
+    if isinstance(value, list):
+        return "[" + comma.join(written(item, engine) for item in value) + "]"
+    if isinstance(value, float):
+        return f"{value:.15g}"
+    text = json.dumps(value, ensure_ascii=False)
+    return text.replace("\x7f", "\\u007f") if is_dense else text
+
+
 class _Writer:
     """Builds the rules, those that others use first where that is possible."""
 
@@ -78,18 +93,7 @@ class _Writer:
         return makers[node["type"]](node)
 
     def literal(self, value: Any) -> str:
-        """A value of an enum: both engines shorten floats, xgrammar writes containers without blanks."""
-        is_dense = self.engine is GrammarEngine.XGRAMMAR
-        comma, colon = (",", ":") if is_dense else (", ", ": ")
-        if isinstance(value, dict):
-            pairs = (f"{self.literal(key)}{colon}{self.literal(item)}" for key, item in value.items())
-            return "{" + comma.join(pairs) + "}"
-        if isinstance(value, list):
-            return "[" + comma.join(map(self.literal, value)) + "]"
-        if isinstance(value, float):
-            return f"{value:.15g}"
-        text = json.dumps(value, ensure_ascii=False)
-        return text.replace("\x7f", "\\u007f") if is_dense else text
+        return written(value, self.engine)
 
     def number(self, node: Node) -> Tree:
         limits = {key: Fraction(str(node[key])) for key in node if key != "type"}
@@ -132,7 +136,8 @@ class _Writer:
         bodies = [_pattern(pattern) for pattern in patterns]
         low, high = node.get("minLength", 0), node.get("maxLength")
         if low or high is not None or not bodies:
-            is_plain = high is not None and self.engine is GrammarEngine.XGRAMMAR  # which counts no escapes
+            is_counted = low > 0 or high is not None
+            is_plain = is_counted and self.engine is GrammarEngine.XGRAMMAR  # which counts no escapes
             bodies.append(Many(Chars(PLAIN) if is_plain else self.char, low, high))
         return _quoted(bodies[0] if len(bodies) == 1 else shared(bodies))
 

@@ -111,13 +111,14 @@ class EnumValues:
 
 
 def _is_printable(value: Any) -> bool:
+    """Whether xgrammar writes the value as a number that reads back the same."""
     if isinstance(value, dict):
         return all(_is_printable(item) for item in value.values())
     if isinstance(value, list):
         return all(_is_printable(item) for item in value)
     if isinstance(value, float):
         return float(f"{value:.15g}") == value and (value == 0 or 1e-300 < abs(value) < 1e300)
-    return not isinstance(value, int) or abs(value) <= MAX_EXACT_INT
+    return not isinstance(value, int) or abs(value) <= MAX_INT
 
 
 def _is_plain(value: Any) -> bool:
@@ -130,7 +131,7 @@ def _is_plain(value: Any) -> bool:
         return restrict(literal(value), ESCAPABLE) != NOTHING
     if isinstance(value, float):
         return "e" not in repr(value) and _is_printable(value)
-    return _is_printable(value)
+    return not isinstance(value, int) or abs(value) <= MAX_EXACT_INT
 
 
 # --- strings ----------------------------------------------------------------------------------------------------
@@ -156,7 +157,7 @@ def string_node(flat: Sequence[Sub], notes: Notes) -> dict[str, Any] | None:
     if tree is not None and kept_sub is not None and kept_keyword is not None:
         notes.kept((kept_sub,), kept_keyword)
         return _pattern_node(tree, low, high, flat, notes)
-    if high is not None and high <= MAX_LENGTH:
+    if low or (high is not None and high <= MAX_LENGTH):
         notes.narrowed()  # xgrammar counts characters without escapes only: no quotes, no line breaks
     return _with_lengths({"type": "string"}, low, high, flat, notes)
 

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 from schemas.automaton import Automaton
 from schemas.json_leaves import ESCAPABLE, pattern_language
 from schemas.json_nodes import Node, any_of
+from schemas.json_patterns import finds
 from schemas.json_schema import JsonSchema, Sub
 from schemas.plan import Decision, GrammarEngine, PlanWriter
 from schemas.regex import ANY, Alt, RegexError, Repeat, all_but, literal, print_regex
@@ -17,7 +18,8 @@ from schemas.regex import Node as Tree
 
 DESCRIBING = ("properties", "patternProperties", "additionalProperties", "unevaluatedProperties")
 OPENING = ("additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames")
-SHORTHAND = re.compile(r"\\[dDwWsS]")
+NARROWED = re.compile(r"\\[DWsS]|\[\^[^\]]*\\[dw]")
+"""Shorthands of which ``pattern_language`` matches less than the standard says."""
 
 
 class Compiler(Protocol):
@@ -82,7 +84,7 @@ def _property_subs(flat: list[Sub], name: str, compiler: Compiler) -> tuple[Sub,
         before = len(children)
         if name in (sub.get("properties") or {}):
             children.append(sub.child("properties", name))
-        matching = (pattern for pattern in sub.get("patternProperties") or {} if re.search(pattern, name))
+        matching = (pattern for pattern in sub.get("patternProperties") or {} if finds(pattern, name))
         children += [sub.child("patternProperties", pattern) for pattern in matching]
         if len(children) == before and sub.has("additionalProperties"):
             children.append(sub.child("additionalProperties"))
@@ -90,13 +92,18 @@ def _property_subs(flat: list[Sub], name: str, compiler: Compiler) -> tuple[Sub,
             validator = compiler.document.validator_at(sub.child("propertyNames"))
             if not validator.is_valid(name):
                 return None
-    if not children and any(sub.get("unevaluatedProperties") is False for sub in flat):
+    if not children and any(map(_forbids_unevaluated, flat)):
         return None
     return tuple(children)
 
 
 def _is_closed(flat: list[Sub]) -> bool:
-    return any(sub.get("additionalProperties") is False or sub.get("unevaluatedProperties") is False for sub in flat)
+    return any(sub.get("additionalProperties") is False or _forbids_unevaluated(sub) for sub in flat)
+
+
+def _forbids_unevaluated(sub: Sub) -> bool:
+    """Whether keys that nothing describes are forbidden; beside additionalProperties there are none."""
+    return sub.get("unevaluatedProperties") is False and not sub.has("additionalProperties")
 
 
 def _kept_all(flat: list[Sub], compiler: Compiler) -> None:
@@ -155,8 +162,8 @@ def _rest_keys(flat: list[Sub], compiler: Compiler, is_loose: bool) -> RestKeys:
     for pattern in patterns:
         node = compiler.compile(_pattern_subs(flat, pattern), is_loose)
         values[pattern] = False if node is None else node
-    if others is False:
-        values = {pattern: value for pattern, value in values.items() if value is not False}
+    if others is False and not any(value is not False for value in values.values()):
+        values = {}
     if not naming:
         found = _disjoint(values, is_exact=others is not False)
     elif values:
@@ -169,6 +176,8 @@ def _rest_keys(flat: list[Sub], compiler: Compiler, is_loose: bool) -> RestKeys:
         for keyword in ("patternProperties", "propertyNames", "additionalProperties"):
             compiler.checked(flat, keyword, found)
         return RestKeys({}, {})
+    if others is False:
+        found = {pattern: value for pattern, value in found.items() if value is not False}
     return RestKeys(found, others)
 
 
@@ -186,14 +195,14 @@ def _pattern_subs(flat: list[Sub], pattern: str) -> tuple[Sub, ...]:
 def _disjoint(values: Mapping[str, Node | bool], *, is_exact: bool) -> dict[str, Node | bool] | str:
     """The same under printed patterns, of which no two match one key; or why that is not known.
 
-    ``is_exact``: other keys are allowed, so that a pattern must not match less than it says.
+    ``is_exact``: other keys are allowed, so that a pattern must not match less than it says. Nor must one of several.
     """
     groups: list[tuple[list[Tree], Node | bool]] = []
     for pattern, value in values.items():
         tree = pattern_language(pattern, ESCAPABLE)
         if isinstance(tree, str):
             return tree
-        if is_exact and SHORTHAND.search(pattern):
+        if (is_exact or len(values) > 1) and NARROWED.search(pattern):
             return "keys beyond ASCII may match this pattern"
         for trees, known in groups:
             if known == value:

@@ -115,13 +115,16 @@ DIGIT: Ranges = ((0x30, 0x39),)
 WORD = union(DIGIT, ((0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)))
 SPACE: Ranges = ((0x09, 0x0D), (0x20, 0x20))
 NOT_ASCII: Ranges = ((0x80, MAX_CODEPOINT),)
-UNICODE_SPACE = union(
+LINE_ENDS: Ranges = ((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029))
+ECMA_SPACE = union(
     SPACE,
-    ((0x1C, 0x1F), (0x85, 0x85), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A)),
-    ((0x2028, 0x2029), (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000)),
+    ((0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029), (0x202F, 0x202F)),
+    ((0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF)),
 )
+UNICODE_SPACE = union(ECMA_SPACE, ((0x1C, 0x1F), (0x85, 0x85)))
+ANY_BUT_LINE_ENDS = Chars(complement(LINE_ENDS))
 SHORTHANDS = {"d": (DIGIT, union(DIGIT, NOT_ASCII)), "w": (WORD, union(WORD, NOT_ASCII)), "s": (SPACE, UNICODE_SPACE)}
-"""What a shorthand surely matches and what it may match where ``re`` reads it by Unicode's tables."""
+"""What a shorthand surely matches and what it may match by Unicode's tables or by ECMA-262."""
 CONTROLS = {"n": 0x0A, "r": 0x0D, "t": 0x09, "f": 0x0C, "v": 0x0B}
 SPECIAL = frozenset("\\^$.|?*+()[]{}-/")
 """What is printed with a backslash: all that means something somewhere in a pattern or class."""
@@ -140,8 +143,8 @@ REFUSED_GROUPS = {
 def parse_regex(pattern: str, *, ascii_only: bool = True) -> Node:
     """Parse ``pattern`` into a tree; anchors stay in it.
 
-    With ``ascii_only``, ``\\d \\w \\s`` and their complements are ASCII. Without it the pattern will be checked by
-    ``re`` with Unicode's tables, and the tree matches a subset of what ``re`` does. Raises RegexError.
+    With ``ascii_only``, ``\\d \\w \\s`` and their complements are ASCII. Without it the pattern is one of JSON Schema:
+    the tree matches a subset of what ECMA-262 does, and of what ``re`` does with Unicode's tables. Raises RegexError.
     """
     parser = _Parser(pattern, ascii_only)
     tree = parser.alternatives()
@@ -221,7 +224,7 @@ class _Parser:
         if char == "[":
             return self.char_class()
         if char == ".":
-            return ANY_BUT_NEWLINE
+            return ANY_BUT_NEWLINE if self.ascii_only else ANY_BUT_LINE_ENDS
         if char in "^$":
             return Anchor(char == "^")
         if char == "\\":

@@ -2,6 +2,7 @@
 
 import re
 
+import jsonschema_rs
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -39,3 +40,36 @@ def test_a_pattern_matches_only_what_the_check_accepts(name: str, data: st.DataO
 def test_a_pattern_matches_what_people_write(name: str) -> None:
     assert [text for text in WRITTEN[name] if not re.fullmatch(FORMAT_PATTERNS[name], text)] == []
     assert [text for text in WRITTEN[name] if not DRAFT_2020_12.FORMAT_CHECKER.conforms(text, name)] == []
+
+
+LAX = {
+    "regex": ["a}", "a]b", "(?i)a", "(?P<n>a)", "a++", "(?#x)", r"\a", r"\Z"],
+    "email": ["a@[IPv6::]", "a@[17..0.1]", "a@x.n2--a"],
+    "idn-email": ["é@1。", "a@٣c", "a@é."],
+    "hostname": ["xn--a", "n2--a"],
+    "idn-hostname": ["a。"],
+    "uri-template": ["{a,}", "{x&}", "{x/3}", "{x.*}"],
+    "uuid": ["123e456٣-e89b-12d3-a456-426614174000", "123e4567-e89b-12d3-a456-_26614174000"],
+    "relative-json-pointer": ["2٣", "1٣0/x"],
+}
+
+
+@pytest.mark.parametrize("name", LAX)
+def test_what_a_second_validator_refuses_is_refused(name: str) -> None:
+    oracle = jsonschema_rs.validator_for({"format": name}, validate_formats=True)
+    assert [text for text in LAX[name] if oracle.is_valid(text)] == []
+    assert [text for text in LAX[name] if DRAFT_2020_12.FORMAT_CHECKER.conforms(text, name)] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "texts"),
+    [
+        ("regex", [r"^(?!a)[\w.-]+@(b|c){1,3}$", r"\d+(?:\.\d*)?", r"[^\]]\u0041*?"]),
+        ("hostname", ["xn--4gbwdl.xn--wgbh1c", "a--b.c"]),
+        ("email", ["a@[127.0.0.1]", "a@xn--mnchen-3ya.de", '"a b"@c.d']),
+        ("idn-email", ["é@b.c", "a@é.c"]),
+        ("uri-template", ["http://a/{x:3}{?y*,z}", "{+a.b}"]),
+    ],
+)
+def test_what_is_unusual_but_right_is_accepted(name: str, texts: list[str]) -> None:
+    assert [text for text in texts if not DRAFT_2020_12.FORMAT_CHECKER.conforms(text, name)] == []

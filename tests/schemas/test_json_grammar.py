@@ -127,7 +127,8 @@ SHAPES: dict[str, tuple[Any, list[Any], list[Any], set[str]]] = {
         [2, "e", False, [1]],
         set(),
     ),
-    "enum of integers beyond 53 bits": ({"enum": [2**60 + 1]}, [2**60 + 1], ["x"], {"enum"}),
+    "enum of integers beyond 53 bits": ({"enum": [2**60 + 1, 1 - 2**63]}, [2**60 + 1, 1 - 2**63], [2**60, "x"], set()),
+    "enum of integers beyond 64 bits": ({"enum": [2**70]}, [2**70], ["x"], {"enum"}),
     "look-ahead": ({"type": "string", "pattern": "^(?=a)[a-z]+$"}, ["abc"], [1], {"pattern"}),
     "not of a type": ({"not": {"type": ["object", "array", "null"]}}, ["a", 1], [{}, [], None], set()),
     "not": ({"type": "string", "not": {"maxLength": 2}}, ["abc"], [1], set()),
@@ -441,6 +442,26 @@ SHAPES: dict[str, tuple[Any, list[Any], list[Any], set[str]]] = {
         [1],
         {"patternProperties"},
     ),
+    "keys by patterns that overlap where one allows nothing": (
+        {
+            "type": "object",
+            "patternProperties": {"^[a-c]$": {"type": "number"}, "b$": False},
+            "additionalProperties": False,
+        },
+        [],
+        ["a"],
+        {"patternProperties", "additionalProperties"},
+    ),
+    "keys by digits beside others": (
+        {
+            "type": "object",
+            "patternProperties": {r"^\d+$": {"type": "integer"}},
+            "additionalProperties": {"type": "null"},
+        },
+        [{"12": 1, "é": None, "٣": None}],
+        [{"12": None}, {"a": 1}],
+        set(),
+    ),
     "propertyNames of an enum": (
         {"type": "object", "propertyNames": {"enum": ["a", "b"]}, "additionalProperties": {"type": "integer"}},
         [{}, {"a": 1}, {"b": 1, "a": 2}],
@@ -479,6 +500,13 @@ SHAPES: dict[str, tuple[Any, list[Any], list[Any], set[str]]] = {
         set(),
     ),
     "enum of objects": ({"enum": [{"a": 1, "b": [1, "x"]}]}, [{"a": 1, "b": [1, "x"]}], [{"a": 1}], set()),
+    "a least length alone": ({"type": "string", "minLength": 2}, ['a"', "a\n", "a\\b"], ["", "a"], set()),
+    "unevaluatedProperties beside additionalProperties": (
+        {"type": "object", "additionalProperties": {"type": "integer"}, "unevaluatedProperties": False},
+        [{}, {"a": 1}],
+        [{"a": "x"}],
+        set(),
+    ),
     "true": (True, [1, {"a": [None]}], [], set()),
     "no type and no object possible": (
         {"additionalProperties": False, "minProperties": 1},
@@ -531,7 +559,7 @@ def test_xgrammar_is_chosen_where_it_keeps_all_that_people_write() -> None:
     assert grammar_engine(load(CLOSED)) is GrammarEngine.XGRAMMAR
     assert grammar_engine(load({"enum": ["a", 1]})) is GrammarEngine.XGRAMMAR
     assert grammar_engine(load({"enum": [{"a": 1}]})) is GrammarEngine.LLGUIDANCE  # xgrammar leaves out the blanks
-    assert grammar_engine(load({"type": "string", "minLength": 2})) is GrammarEngine.XGRAMMAR
+    assert grammar_engine(load({"type": "string", "minLength": 2})) is GrammarEngine.LLGUIDANCE  # and what is escaped
     assert grammar_engine(load({"type": "string", "pattern": "^.*$"})) is GrammarEngine.LLGUIDANCE  # and escapes
 
 

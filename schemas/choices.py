@@ -11,10 +11,11 @@ from functools import lru_cache
 from json.decoder import scanstring  # type: ignore[attr-defined]
 from typing import Any
 
-from schemas.constraints import grammar_source
-from schemas.json_language import MAX_INTEGERS
+from schemas.constraints import grammar_engine, grammar_source
+from schemas.json_language import MAX_INTEGERS, written
 from schemas.json_nodes import Node, resolve
 from schemas.json_schema import escape_pointer
+from schemas.plan import GrammarEngine
 from schemas.records import Constraint, ConstraintKind
 
 MAX_LABELS = 1_024
@@ -42,7 +43,7 @@ def find_choices(constraint: Constraint, text: str) -> tuple[Choice, ...]:
     if constraint.kind != ConstraintKind.JSON_SCHEMA:
         return ()
     root = _normal_form(constraint)
-    reader = _Reader(text, root.get("$defs", {}))
+    reader = _Reader(text, root.get("$defs", {}), grammar_engine(constraint))
     try:
         reader.read(0, [root], "")
     except (ValueError, IndexError, RecursionError):  # not JSON, or too deep to be looked at
@@ -60,8 +61,9 @@ def _normal_form(constraint: Constraint) -> Node:
 class _Reader:
     """Walks a JSON text together with the nodes that it may follow."""
 
-    def __init__(self, text: str, defs: Mapping[str, Node]) -> None:
+    def __init__(self, text: str, defs: Mapping[str, Node], engine: GrammarEngine) -> None:
         self.found: list[Choice] = []
+        self._engine = engine
         self._text = text
         self._defs = defs
         self._decoder = json.JSONDecoder()
@@ -69,7 +71,7 @@ class _Reader:
     def read(self, at: int, nodes: Sequence[Node], path: str) -> tuple[Any, int]:
         """Read the value at ``at``, which follows one of ``nodes``; returns it and where it ends."""
         options = self._options(nodes)
-        labels = _labels(options)
+        labels = _labels(options, self._engine)
         if labels is not None or self._text[at] not in "{[":
             value, end = self._decoder.raw_decode(self._text, at)
             if labels is not None and 2 <= len(labels) <= MAX_LABELS:
@@ -138,12 +140,12 @@ def _member(node: Node, key: str | int) -> Node:
     return found if isinstance(found, dict) else {}
 
 
-def _labels(options: Sequence[Node]) -> tuple[str, ...] | None:
-    """All values that the options allow, as they are written; None if they cannot be listed."""
+def _labels(options: Sequence[Node], engine: GrammarEngine) -> tuple[str, ...] | None:
+    """All values that the options allow, as the engine writes them; None if they cannot be listed."""
     listed = [_values(node) for node in options]
     if not listed or None in listed:
         return None
-    return tuple(dict.fromkeys(json.dumps(value, ensure_ascii=False) for values in listed for value in values or ()))
+    return tuple(dict.fromkeys(written(value, engine) for values in listed for value in values or ()))
 
 
 def _values(node: Node) -> Sequence[Any] | None:

@@ -124,3 +124,9 @@ def test_every_path_leads_to_its_label(case: tuple[Any, Any]) -> None:
             key = part.replace("~1", "/").replace("~0", "~")
             value = value[int(key)] if isinstance(value, list) else value[key]
         assert (value if isinstance(value, str) else json.dumps(value)) in names
+
+
+def test_a_whole_number_given_as_a_float_is_a_label_as_it_is_written() -> None:
+    source = json.dumps({"enum": [0.5, 1.0, 1.5]})
+    (choice,) = find_choices(Constraint(kind=ConstraintKind.JSON_SCHEMA, source=source), "1")
+    assert (choice.names, choice.index) == (("0.5", "1", "1.5"), 1)

@@ -23,7 +23,7 @@ SCHEMA = (
     f'"route": {{"enum": [{LABELS}]}}}}, "required": ["reason", "route"], "additionalProperties": false}}'
 )
 PROMPT_TOKENS = 16
-NUM_BATCHES = 4
+NUM_BATCHES = 2
 """Rows of a run, of batches that are full."""
 NEARLY_FULL = 0.9
 """Of a batch: a step with fewer constrained rows has less to do and does not count."""

@@ -77,7 +77,7 @@ test: $(VENV)/.dev
 	$(call stage,ruff format,20,$(BIN)/ruff format --check .)
 	$(call stage,import-linter,40,$(BIN)/lint-imports)
 	$(call stage,mypy,150,$(BIN)/mypy)
-	$(call stage,pytest,1500,$(BIN)/python -m pytest --durations=10)
+	$(call stage,pytest,2000,$(BIN)/python -m pytest --durations=10)
 
 faults: $(VENV)/.dev
 	$(BIN)/python -m tests.faults.long

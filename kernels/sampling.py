@@ -108,10 +108,10 @@ def _keep_largest(scaled: Tensor, counts: Tensor) -> Tensor:
 def _nucleus_sizes(scaled: Tensor, top_p: Tensor) -> Tensor:
     """How many of the largest tokens each row needs for a probability of at least ``top_p``; all where it is 1."""
     vocab_size = scaled.shape[1]
-    total = scaled.double().exp_().sum(dim=-1, keepdim=True)
+    total = _powers(scaled.double()).sum(dim=-1, keepdim=True)
     num_candidates = min(FIRST_CANDIDATES, vocab_size)
     while True:
-        largest = scaled.topk(num_candidates, dim=-1).values.double().exp_().div_(total)
+        largest = _powers(scaled.topk(num_candidates, dim=-1).values.double()).div_(total)
         before = largest.cumsum(dim=-1) - largest
         sizes = (before < top_p.double()[:, None]).sum(dim=-1)
         is_short = (sizes == num_candidates) & (top_p < 1)

@@ -73,8 +73,9 @@ class MaskTable:
         first = len(self._kept)
         shared: list[Matcher] = []
         alone: dict[int, Matcher] = {}  # by row of the batch
-        for row, matcher in [(row, matchers[row]) for row, known in enumerate(rows) if known == NO_ROW]:
-            assert matcher is not None, "a free row has a row of the table"
+        for row, matcher in enumerate(matchers):
+            if matcher is None or rows[row] != NO_ROW:
+                continue
             if matcher.state.row == NO_ROW and (native := matcher.native):
                 if matcher.state.is_kept:
                     matcher.state.row = self._num_used

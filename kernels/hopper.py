@@ -10,7 +10,6 @@ import importlib
 import os
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from kernels import triton_fp8, triton_mla, triton_moe
 from kernels.api import BLOCK_SIZE, AttentionBatch, Choice
+from kernels.compiled import compiled_directory
 from kernels.reference_fp8 import BLOCK, quantize_blocks
 from kernels.reference_mla import UpProjection
 from kernels.reference_moe import PackedExperts
@@ -229,8 +229,7 @@ class Schedule:
 
 def load_libraries() -> tuple[Libraries, tuple[Choice, ...]]:
     """Import what is there, and say of each library what became of it."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nightmill" / "deep_gemm"
-    os.environ.setdefault("DG_JIT_CACHE_DIR", str(cache))  # read at import; kernels compiled once serve later starts
+    os.environ.setdefault("DG_JIT_CACHE_DIR", str(compiled_directory() / "deep_gemm"))  # read at import
     found: dict[str, Any] = {}
     choices = []
     for name, operation in (

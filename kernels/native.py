@@ -5,7 +5,6 @@ native.cpp is compiled once for each processor and kept; everything else is the 
 
 import ctypes
 import hashlib
-import os
 import platform
 import shutil
 import subprocess
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels.api import AttentionBatch, HeadNorms
+from kernels.compiled import compiled_directory
 from kernels.reference import ReferenceKernels
 
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("native.cpp", "native_attention.cpp"))
@@ -119,7 +119,7 @@ def load_native() -> ctypes.CDLL:
         raise CompileError(f"no C++ compiler ({', '.join(COMPILERS)}) on the path")
     texts = [source.read_text() for source in SOURCES]
     digest = hashlib.sha256("\0".join((*texts, *FLAGS, compiler, _processor())).encode()).hexdigest()
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nightmill"
+    folder = compiled_directory()
     library = folder / f"native-{digest[:16]}.so"
     try:
         if not library.exists():

@@ -5,10 +5,14 @@ BackendError is this package's own, since kernels import nothing of ours; the en
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from kernels.api import Choice, Kernels
+
+if TYPE_CHECKING:
+    from kernels.reference import ReferenceKernels
 
 
 class BackendError(Exception):
@@ -66,14 +70,18 @@ def _open_reference(device: torch.device, dtype: torch.dtype, is_fp8: bool) -> t
     from kernels.reference import ReferenceKernels
 
     kernels = ReferenceKernels(device, dtype, is_fp8=is_fp8)
+    return kernels, _reference_choices(kernels, device, is_fp8)
+
+
+def _reference_choices(kernels: "ReferenceKernels", device: torch.device, is_fp8: bool) -> tuple[Choice, ...]:
+    dtype = kernels.dtype
     if kernels.can_prepack:
         linear = Choice("linear", "onednn", f"prepacked {dtype} weights agree with torch on this CPU and are faster")
     elif device.type == "cpu":
         linear = Choice("linear", "torch", f"oneDNN takes no prepacked {dtype} weights on this CPU")
     else:
         linear = Choice("linear", "torch", f"cuBLAS through torch on {device}")
-    rest = Choice("everything else", "reference", f"plain torch on {device}")
-    return kernels, (*_fp8_choice(dtype, is_fp8), linear, rest)
+    return (*_fp8_choice(dtype, is_fp8), linear, Choice("everything else", "reference", f"plain torch on {device}"))
 
 
 def _open_native(device: torch.device, dtype: torch.dtype, is_fp8: bool) -> tuple[Kernels, tuple[Choice, ...]]:
@@ -89,7 +97,7 @@ def _open_native(device: torch.device, dtype: torch.dtype, is_fp8: bool) -> tupl
     attention = Choice("attention", "reference", "plain torch: this processor, or its system, has no AMX tiles")
     if kernels.has_tiles:
         attention = Choice("attention", "native", f"AMX tiles, for heads of {TILED_SIZES} in bfloat16")
-    return kernels, (fused, attention, *_open_reference(device, dtype, is_fp8)[1])
+    return kernels, (fused, attention, *_reference_choices(kernels, device, is_fp8))
 
 
 def _open_invariant(device: torch.device, dtype: torch.dtype, is_fp8: bool) -> tuple[Kernels, tuple[Choice, ...]]:

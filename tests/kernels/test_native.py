@@ -23,12 +23,16 @@ TOLERANCE = {"atol": 2**-9, "rtol": 2**-7}  # one rounding to 8 bits, and a litt
 OF_SHARES = {"atol": 2**-7, "rtol": 2**-7}  # each key's share of the attention is rounded before it multiplies a value
 
 
-@pytest.fixture(scope="module")
-def kernels() -> NativeKernels:
+def compiled_kernels() -> NativeKernels:
     try:
         return NativeKernels()
     except CompileError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def kernels() -> NativeKernels:
+    return compiled_kernels()
 
 
 def numbers(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
@@ -84,10 +88,7 @@ def test_rotary_reads_parts_of_a_fused_projection_and_writes_the_cache(
 def test_attention(
     lens: list[tuple[int, int]], heads: tuple[int, int], size: int, block_size: int, window: int | None
 ) -> None:
-    try:
-        kernels = NativeKernels()
-    except CompileError as error:
-        pytest.skip(str(error))
+    kernels = compiled_kernels()
     starts, query_lens = zip(*sorted(lens, key=lambda pair: pair[1] > 1), strict=True)
     tables = block_tables([sum(pair) for pair in zip(starts, query_lens, strict=True)], block_size=block_size)
     batch = attention_batch(starts, query_lens, tables, block_size)

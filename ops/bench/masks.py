@@ -1,7 +1,7 @@
 """What a constraint costs a full batch: rows of one schema against free rows of the same lengths, in one process.
 
-More rows wait than the batch holds, so that it stays full as in a job. Nothing is forced, so that both sides draw every
-token. Knows no pipe.
+Two engines with one model take turns, a step each, so that whatever else the machine does hits both. More rows wait
+than the batch holds, so that it stays full as in a job. Nothing is forced: both sides draw every token. Knows no pipe.
 """
 
 import os
@@ -10,9 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from msgspec.structs import replace
+
 from engine.loop import Engine
+from engine.parts import load_parts
 from ops.bench.measurement import Run, percentiles, summarise, write_result
-from schemas.constraints import make_validator
+from schemas.constraints import Validator, make_validator
 from schemas.model_files import model_ref
 from schemas.records import Completion, Constraint, ConstraintKind, FinishReason, Request, Sampling
 from schemas.settings import EngineSettings
@@ -43,23 +46,21 @@ class MasksBench:
 def run_masks_bench(bench: MasksBench) -> list[str]:
     """Measure in turns, write ``masks-DEVICE.json`` and return the lines to print."""
     settings = EngineSettings(device=bench.device, max_num_seqs=bench.num_rows, prefix_cache=False)
-    engine = Engine(model_ref(bench.model, dtype="float32", max_model_len=256), settings)
+    model = model_ref(bench.model, dtype="float32", max_model_len=256)
+    parts = load_parts(model, settings)
+    constrained, free = (Engine(model, settings, parts) for _ in NAMES)
     constraint = Constraint(kind=ConstraintKind.JSON_SCHEMA, source=SCHEMA)
-    engine.add_constraint(constraint)
-    work = time_masks(engine, min_rows=round(NEARLY_FULL * bench.num_rows))
-    _answer(engine, _requests(bench, "warm-up", constraint.key))
+    constrained.add_constraint(constraint)
+    work = time_masks(constrained, min_rows=round(NEARLY_FULL * bench.num_rows))
+    answer_in_turns(constrained, free, _requests(bench, "warm-up", constraint.key))
     for seconds in work:
         seconds.clear()
+    validator = make_validator(constraint)
     runs: list[Run] = []
     for repeat in range(bench.repeats):
-        budgets = None
-        for name in NAMES:
-            key = constraint.key if name == "constrained" else None
-            requests = _requests(bench, f"{name}-{repeat}", key, budgets, num_before=repeat + 1)
-            started = time.perf_counter()
-            done = _answer(engine, requests)
-            runs.append(_run(name, repeat, time.perf_counter() - started, done, constraint if key else None))
-            budgets = [len(each.token_ids) for each in done]
+        requests = _requests(bench, str(repeat), constraint.key, num_before=repeat + 1)
+        for name, (seconds_of_side, done) in zip(NAMES, answer_in_turns(constrained, free, requests), strict=True):
+            runs.append(_run(name, repeat, seconds_of_side, done, None if name == "free" else validator))
     medians = {name: rates["output_tokens_per_s"].median for name, rates in summarise(runs).items()}
     ratio = medians["constrained"] / medians["free"]
     filled, whole = (percentiles(seconds, 1e3) for seconds in work)
@@ -117,13 +118,31 @@ def time_masks(engine: Engine, min_rows: int = 1) -> MaskWork:
     return work
 
 
-def _requests(
-    bench: MasksBench,
-    name: str,
-    key: str | None,
-    budgets: Sequence[int] | None = None,
-    num_before: int = 0,
-) -> list[Request]:
+def answer_in_turns(
+    constrained: Engine, free: Engine, requests: Sequence[Request]
+) -> tuple[tuple[float, list[Completion]], tuple[float, list[Completion]]]:
+    """Answer requests with their constraint and, in the other engine, without; each side's seconds and completions.
+
+    A free row ends with the step in which its constrained one ends, so that each step has the same rows on both sides.
+    """
+    engines, seconds = (constrained, free), [0.0, 0.0]
+    done: tuple[dict[str, Completion], dict[str, Completion]] = {}, {}
+    for request in requests:
+        constrained.add(request)
+        unending = replace(request.sampling, ignore_eos=True, max_tokens=free.max_model_len)
+        free.add(replace(request, constraint_key=None, sampling=unending))
+    while any(engine.has_work() for engine in engines):
+        for side, engine in enumerate(engines):
+            started = time.perf_counter()
+            ended = engine.step()
+            seconds[side] += time.perf_counter() - started
+            done[side].update((completion.request_id, completion) for completion in ended)
+        free.cancel(done[0].keys() - done[1].keys())
+    first, second = ([by_id[request.request_id] for request in requests] for by_id in done)
+    return (seconds[0], first), (seconds[1], second)
+
+
+def _requests(bench: MasksBench, name: str, key: str, num_before: int = 0) -> list[Request]:
     """The rows of a run; ``num_before`` runs have drawn other ones."""
     num_rows = NUM_BATCHES * bench.num_rows
     return [
@@ -132,29 +151,14 @@ def _requests(
             token_ids=tuple(1000 + (index * 97 + place * 31) % 40_000 for place in range(PROMPT_TOKENS)),
             constraint_key=key,
             seed=num_before * num_rows + index,
-            sampling=Sampling(
-                temperature=1.0,
-                max_tokens=budgets[index] if budgets else None,
-                ignore_eos=budgets is not None,
-                force_text=False,
-            ),
+            sampling=Sampling(temperature=1.0, force_text=False),
         )
         for index in range(num_rows)
     ]
 
 
-def _answer(engine: Engine, requests: Sequence[Request]) -> list[Completion]:
-    for request in requests:
-        engine.add(request)
-    done: dict[str, Completion] = {}
-    while engine.has_work():
-        done |= {completion.request_id: completion for completion in engine.step()}
-    return [done[request.request_id] for request in requests]
-
-
-def _run(name: str, repeat: int, seconds: float, done: Sequence[Completion], constraint: Constraint | None) -> Run:
-    validator = make_validator(constraint) if constraint else None
-    ended = [each for each in done if each.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)]
+def _run(name: str, repeat: int, seconds: float, done: Sequence[Completion], validator: Validator | None) -> Run:
+    ended = [each for each in done if validator is None or each.finish_reason == FinishReason.STOP]
     return Run(
         system=name,
         repeat=repeat,
